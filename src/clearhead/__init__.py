@@ -1,1 +1,44 @@
 """Multi-head attention you can see through, at full speed."""
+
+from clearhead.errors import BackendError, MaskError, ShapeError
+from clearhead.functional import attention
+from clearhead.masks import (
+    Allowed,
+    Blocked,
+    Causal,
+    KeyPadding,
+    Mask,
+    Prefix,
+    QueryPadding,
+    Segments,
+    Window,
+    mask_from_mha,
+    mask_from_sdpa,
+)
+from clearhead.multihead import MultiHeadAttention
+from clearhead.observe import At, Observe, Seen
+from clearhead.ragged import Batch, pad
+
+__all__ = [
+    "Allowed",
+    "At",
+    "BackendError",
+    "Batch",
+    "Blocked",
+    "Causal",
+    "KeyPadding",
+    "Mask",
+    "MaskError",
+    "MultiHeadAttention",
+    "Observe",
+    "Prefix",
+    "QueryPadding",
+    "Seen",
+    "Segments",
+    "ShapeError",
+    "Window",
+    "attention",
+    "mask_from_mha",
+    "mask_from_sdpa",
+    "pad",
+]

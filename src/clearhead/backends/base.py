@@ -1,0 +1,31 @@
+"""What a backend is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from clearhead.checks import Request
+
+
+class Backend(ABC):
+    """One way to compute attention; stateless.
+
+    A backend gets a `Request` whose query, key, value and bias hold no NaN and no infinity (but -inf in the
+    bias, which hides), and gives the context, (B, Hq, L, Ev), with zeros in dead rows.
+
+    Attributes:
+        name: what ``backend=`` calls it.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def reasons(self, request: Request) -> list[str]:
+        """Why this backend can't do the request, each in a few words; empty if it can."""
+
+    @abstractmethod
+    def run(self, request: Request) -> Tensor:
+        """The context, (B, Hq, L, Ev), in the query's dtype."""

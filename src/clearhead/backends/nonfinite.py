@@ -1,0 +1,91 @@
+"""NaN and infinity: what is hidden can't leak, what is visible stays visible, whatever the backend.
+
+Kernels multiply hidden values by a weight of 0, and 0 x NaN is NaN; some turn a visible NaN into zeros. So
+non-finite rows are set aside (replaced by zeros) before any backend runs, and afterwards each query that is
+non-finite itself, or sees a non-finite key, value or bias, is given NaN: in the output, and in its gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clearhead.backends.blockwise import assemble, bias_tile, visible_tile
+from clearhead.checks import Request
+from clearhead.masks import Tile
+from clearhead.plan import tiles
+
+
+@dataclass(frozen=True, eq=False)
+class SetAside:
+    """Where a request holds something non-finite.
+
+    Attributes:
+        original: the request as it came.
+        query: bool (B, Hq, L), rows of query that are not finite.
+        key: bool (B, Hkv, S), rows of key.
+        value: bool (B, Hkv, S), rows of value.
+    """
+
+    original: Request
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    def sees(self, tile: Tile, *, values: bool) -> Tensor:
+        """Queries of the tile that are non-finite, or see a non-finite key, bias or (if `values`) value."""
+        request = self.original
+        bad_keys = (self.key | self.value if values else self.key)[tile.batch, :, tile.keys]
+        heads = torch.arange(request.query.shape[1], device=tile.device)[tile.heads]
+        pairs = bad_keys[:, heads // request.group, None, :]
+        bias = bias_tile(request, tile)
+        if bias is not None:
+            pairs = pairs | ~(torch.isfinite(bias) | (bias == -torch.inf))
+        own = self.query[tile.batch][:, tile.heads][:, :, tile.queries]
+        visible = visible_tile(request, tile)
+        if visible is None:
+            return own | pairs.any(dim=-1)
+        return (own & visible.any(dim=-1)) | (pairs & visible).any(dim=-1)
+
+    def restore(self, context: Tensor) -> Tensor:
+        """The context with NaN in every row that must have it."""
+        request = self.original
+        bad = assemble((tile, self.sees(tile, values=True)) for tile in tiles(request))[..., None]
+        # NaN from the query itself, so that its gradient is NaN as well; other rows get no 0 x NaN from here.
+        own = torch.where(bad, request.query, 0.0).sum(dim=-1, keepdim=True)
+        return torch.where(bad, own * torch.where(bad, torch.nan, 1.0), context).to(context.dtype)
+
+
+def set_aside(request: Request) -> tuple[Request, SetAside | None]:
+    """The request with non-finite rows zeroed, and what was zeroed; the request itself if all is finite."""
+    if _surely_finite(request):
+        return request, None
+    query, key, value = request.query, request.key, request.value
+    aside = SetAside(request, *(~torch.isfinite(t.detach()).all(dim=-1) for t in (query, key, value)))
+    bias = request.attn_bias
+    if bias is not None:
+        bias = torch.where(torch.isfinite(bias) | (bias == -torch.inf), bias, 0.0)
+    query, key, value = (
+        tensor.masked_fill(bad[..., None], 0.0)
+        for tensor, bad in ((query, aside.query), (key, aside.key), (value, aside.value))
+    )
+    return request.with_tensors(query, key, value, bias), aside
+
+
+def _surely_finite(request: Request) -> bool:
+    """Whether a glance shows that all is finite; False where a tensor can't be looked at (compile, vmap)."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        with torch.no_grad():
+            # A sum is finite only if every term is.
+            tensors = (request.query, request.key, request.value)
+            finite = all(bool(t.sum(dtype=request.acc_dtype).isfinite()) for t in tensors)
+            if request.attn_bias is not None and request.attn_bias.numel():
+                top = request.attn_bias.amax()  # NaN and +inf come through a maximum; -inf only hides
+                finite = finite and bool(top.isfinite() | (top == -torch.inf))
+    except RuntimeError:  # vmap: no control flow on data
+        return False
+    return finite

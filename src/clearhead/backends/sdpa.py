@@ -1,0 +1,99 @@
+"""Torch's fused kernels, `F.scaled_dot_product_attention`, kept to what they do right.
+
+Where the mask is none, or plain causal with L = S, or the same for all queries, it is one call. Any other mask
+goes by runs of queries, each with the keys they could see and a bool mask of that run: hidden keys are skipped
+and nothing of size L x S exists.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clearhead.backends.base import Backend
+from clearhead.backends.blockwise import assemble, bias_tile, over_tiles, visible_tile
+from clearhead.checks import Request
+from clearhead.masks import ALL, Causal, Tile
+from clearhead.plan import tiles
+
+
+class Sdpa(Backend):
+    """Torch's fused kernels."""
+
+    name = "sdpa"
+
+    def reasons(self, request: Request) -> list[str]:
+        """What torch's kernels get wrong, or would materialise an L x S matrix for."""
+        B, _, L, S = request.sizes
+        E, Ev = request.query.shape[-1], request.value.shape[-1]
+        found = []
+        if min(B, L, S, E, Ev) == 0:
+            found.append("empty inputs are left to plain torch")
+        if Ev != E:
+            found.append(f"head widths differ (E={E}, Ev={Ev}): torch would materialise L x S")
+        if request.dropout_p > 0:
+            found.append("dropout: torch would materialise L x S on the CPU, and its dropped weights can't be seen")
+        if request.scale <= 0:
+            found.append(f"scale {request.scale:g} <= 0: NaN with causal on the CPU")
+        if request.attn_bias is not None and request.attn_bias.requires_grad:
+            found.append("the bias needs a gradient: torch would materialise L x S")
+        return found
+
+    def run(self, request: Request) -> Tensor:
+        """One call where one is enough, else a call for each run of queries."""
+        _, _, L, S = request.sizes
+        if request.mask is None and request.attn_bias is None:
+            return _fused(request, request.query, request.key, request.value)
+        if isinstance(request.mask, Causal) and request.attn_bias is None and L == S:
+            return _fused(request, request.query, request.key, request.value, is_causal=True)
+        plan = _plan(request)
+        return assemble(over_tiles(request, plan, lambda tile: _run_tile(request, tile)))
+
+
+def _plan(request: Request) -> list[Tile]:
+    _, _, L, S = request.sizes
+    mask, bias = request.mask, request.attn_bias
+    if (mask is None or mask._same_for_every_query()) and (bias is None or bias.shape[2] == 1):
+        return [Tile(ALL, ALL, slice(0, L), slice(0, S), L, S, request.query.device)]
+    heads = [1 if mask is None else mask.axes.get("h", 1), 1 if bias is None else bias.shape[1]]
+    return tiles(request, maps=max(heads))
+
+
+def _run_tile(request: Request, tile: Tile) -> Tensor:
+    query = request.query[tile.batch, :, tile.queries]
+    key, value = (tensor[tile.batch, :, tile.keys] for tensor in (request.key, request.value))
+    if key.shape[2] == 0:
+        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    visible = visible_tile(request, tile)
+    bias = bias_tile(request, tile)
+    mask = visible
+    if bias is not None:
+        assert visible is not None  # a bias always says what it leaves visible
+        mask = bias.masked_fill(~visible, -torch.inf).to(query.dtype)
+    context = _fused(request, query, key, value, attn_mask=mask)
+    if visible is None:
+        return context
+    return context.masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
+
+
+def _fused(
+    request: Request,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    if attn_mask is not None:
+        # Only a mask of full size (its axes may have stride 0) takes the fused CPU kernel.
+        attn_mask = attn_mask.expand(query.shape[0], -1, query.shape[2], key.shape[2])
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=request.scale,
+        enable_gqa=request.group > 1,
+    )

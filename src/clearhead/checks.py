@@ -1,0 +1,180 @@
+"""The only place that validates a call: tensors in, one `Request` out, or one error with the numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import ShapeError
+from clearhead.masks import Mask, as_mask
+
+_LEGEND = "query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev)"
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A validated call: four axes each, and nothing left to ask.
+
+    Attributes:
+        query: (B, Hq, L, E).
+        key: (B, Hkv, S, E).
+        value: (B, Hkv, S, Ev).
+        mask: a mask that fits, or None.
+        attn_bias: (B|1, Hq|1, L|1, S|1) floats added to the scaled scores, or None.
+        scale: the factor on the scores.
+        dropout_p: the share of weights dropped.
+        seed: (2,) int64, the seed of the dropout, or None without dropout.
+        axes: how many axes the caller's query had: 2, 3 or 4.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask | None
+    attn_bias: Tensor | None
+    scale: float
+    dropout_p: float
+    seed: Tensor | None
+    axes: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(B, Hq, L, S)."""
+        B, H, L, _ = self.query.shape
+        return B, H, L, self.key.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key/value head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        """What scores and statistics are computed in: float64 for float64, else float32."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether autograd will want to come back through this call."""
+        tensors = (self.query, self.key, self.value, self.attn_bias)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    def with_tensors(self, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None) -> Request:
+        """The same call on other tensors of the same shapes."""
+        return replace(self, query=query, key=key, value=value, attn_bias=attn_bias)
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None,
+    attn_bias: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+) -> Request:
+    """Validate the arguments of `clearhead.attention`; see there for shapes and errors."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}.")
+    _check_shapes(query, key, value)
+    _check_kinds(query, key, value)
+    axes = query.ndim
+    query, key, value = (_four_axes(tensor, axes) for tensor in (query, key, value))
+    B, H, L, E = query.shape
+    S = key.shape[2]
+    mask = as_mask(mask, B, H, L, S)
+    if mask is not None and mask.device not in (None, query.device):
+        raise ShapeError(
+            f"the mask is on {mask.device}, the query on {query.device}: use mask.to({str(query.device)!r})."
+        )
+    if attn_bias is not None:
+        attn_bias = _check_bias(attn_bias, axes, (B, H, L, S), query.device)
+    if scale is None:
+        scale = E**-0.5 if E else 1.0
+    elif not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, not {scale}.")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be between 0 and 1, not {dropout_p}.")
+    # Drawn from torch's generator once a call, so that torch.manual_seed and checkpointing repeat it.
+    seed = torch.randint(2**31, (2,)) if dropout_p > 0 else None
+    return Request(query, key, value, mask, attn_bias, float(scale), float(dropout_p), seed, axes)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not query.ndim == key.ndim == value.ndim or query.ndim not in (2, 3, 4):
+        raise ShapeError(
+            f"expected {_LEGEND}, or all three without the head axis, or without batch and head axes; got {shapes}."
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise ShapeError(
+            f"query and key must have the same width E: {query.shape[-1]} and {key.shape[-1]} in {shapes}."
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise ShapeError(
+            f"key and value must have the same length S: {key.shape[-2]} and {value.shape[-2]} in {shapes}."
+        )
+    if query.ndim > 2 and not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise ShapeError(f"query, key and value must have the same batch size B: got {shapes}.")
+    if query.ndim == 4:
+        Hq, Hkv = query.shape[1], key.shape[1]
+        if value.shape[1] != Hkv:
+            raise ShapeError(f"key and value must have the same number of heads: {Hkv} and {value.shape[1]}.")
+        if Hq == 0 or Hkv == 0 or Hq % Hkv:
+            raise ShapeError(
+                f"the query heads must be a multiple of the key/value heads (grouped-query attention): "
+                f"{Hq} is not a multiple of {Hkv} in {shapes}. Axes are (B, H, L, E): heads before length."
+            )
+
+
+def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key, value)]
+    if len(set(dtypes)) > 1 or not query.is_floating_point():
+        raise ShapeError(
+            f"query, key and value must share one floating-point dtype, not {', '.join(dtypes)}: convert with .to()."
+        )
+    if not query.device == key.device == value.device:
+        raise ShapeError(
+            f"query, key and value must be on one device, not {query.device}, {key.device}, {value.device}."
+        )
+
+
+def _check_bias(bias: Tensor, axes: int, sizes: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    B, H, L, S = sizes
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        raise ShapeError(
+            f"attn_bias must be a floating-point tensor, added to the scores, not {kind}. Flags go in mask=."
+        )
+    if bias.device != device:
+        raise ShapeError(f"attn_bias is on {bias.device}, the query on {device}.")
+    if bias.ndim == 2:
+        full = bias[None, None]
+    elif bias.ndim == axes:
+        full = _four_axes(bias, axes)
+    else:
+        full = bias
+    if full.ndim != 4 or any(size not in (1, expected) for size, expected in zip(full.shape, sizes, strict=True)):
+        wanted = {4: "(B|1, H|1, L|1, S|1)", 3: "(B|1, L|1, S|1)", 2: "(L|1, S|1)"}[axes]
+        raise ShapeError(
+            f"attn_bias must be (L|1, S|1) or {wanted} with B={B}, H={H}, L={L}, S={S}, not {tuple(bias.shape)}."
+        )
+    return full
+
+
+def _four_axes(tensor: Tensor, axes: int) -> Tensor:
+    """(L, E) or (B, L, E) as (B, 1, L, E)."""
+    if axes == 2:
+        return tensor[None, None]
+    return tensor[:, None] if axes == 3 else tensor
+
+
+def without_added_axes(tensor: Tensor, axes: int) -> Tensor:
+    """Undo what `check` added, on anything that starts with the axes (B, H)."""
+    if axes == 4:
+        return tensor
+    return tensor.squeeze(1) if axes == 3 else tensor.squeeze(1).squeeze(0)

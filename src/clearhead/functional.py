@@ -1,0 +1,125 @@
+"""`attention`: check, plan, run, observe."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+from torch import Tensor
+
+from clearhead.backends import choose
+from clearhead.backends.nonfinite import set_aside
+from clearhead.checks import Request, check, without_added_axes
+from clearhead.look import look
+from clearhead.masks import Mask
+from clearhead.observe import SPLIT, Observe, Seen
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    attn_bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    observe: None = None,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    attn_bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    observe: Observe,
+) -> tuple[Tensor, Seen]: ...
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    attn_bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+    observe: Observe | None = None,
+) -> Tensor | tuple[Tensor, Seen]:
+    r"""Scaled dot-product attention: ``softmax(scale * query key^T + attn_bias) value`` over the visible keys.
+
+    A query that sees no key gives exactly zero. What is hidden has no influence on output or gradients, even if
+    it is NaN; a query that is non-finite or sees a non-finite key or value gives NaN. With more query heads than
+    key/value heads, query head h uses key/value head ``h // (Hq // Hkv)`` (grouped-query attention).
+
+    Args:
+        query: what asks.
+        key: what is asked.
+        value: what is given.
+        mask: a `Mask`, or a bool tensor (L, S) or (B|1, Hq|1, L, S); True = may attend. None: all visible.
+        attn_bias: floats added to the scaled scores; -inf hides.
+        scale: the factor on the scores; None = ``E ** -0.5``.
+        dropout_p: the share of weights set to zero, the others scaled up; always applies, as in torch's SDPA.
+        backend: ``"sdpa"``, ``"blockwise"`` or ``"reference"``; None = the first that can do the call.
+        observe: what to look at; it changes no bit of the output and not the backend.
+
+    Shapes:
+        query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev) -> (B, Hq, L, Ev), Hq a multiple of Hkv.
+        Also (B, L, E) and (L, E): one head, without its axis. attn_bias (L|1, S|1) or (B|1, Hq|1, L|1, S|1).
+
+    Returns:
+        The context; with `observe` a pair (context, `Seen`).
+
+    Raises:
+        ShapeError: sizes, dtypes or devices that don't fit, with the numbers. A ValueError.
+        MaskError: a mask that doesn't fit or can be read in two ways. A ValueError.
+        BackendError: the backend asked for can't do the call, with its reasons. A RuntimeError.
+
+    References:
+        Vaswani et al. 2017, "Attention Is All You Need" (arXiv 1706.03762), equation 1. Ainslie et al. 2023,
+        "GQA" (arXiv 2305.13245).
+
+    Example:
+        >>> query, memory = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 7, 16)  # 8 query heads share 2
+        >>> attention(query, memory, memory, KeyPadding(lengths=[7, 4])).shape
+        torch.Size([2, 8, 5, 16])
+        >>> out, seen = attention(query, memory, memory, observe=Observe(weights=At(heads=[2], queries=[-1])))
+        >>> seen.weights.shape
+        torch.Size([2, 1, 1, 7])
+    """
+    request = check(query, key, value, mask, attn_bias, scale, dropout_p)
+    chosen = choose(request, backend)
+    finite, aside = set_aside(request)
+    context = chosen.run(finite)
+    if aside is not None:
+        context = aside.restore(context)
+    out = without_added_axes(context, request.axes)
+    if observe is None:
+        return out
+    seen: dict[str, Any] = {
+        name: getattr(request, name) for name in SPLIT if name != "context" and observe.asks(name)
+    }
+    seen |= look(finite, aside, observe)
+    if observe.context:
+        seen["context"] = context
+    return out, Seen({name: _as_asked(part, request, observe) for name, part in seen.items()}, request.mask)
+
+
+def _as_asked(part: Any, request: Request, observe: Observe) -> Any:
+    """Without the axes that the caller's tensors didn't have, and without the graph unless asked."""
+    if isinstance(part, dict):
+        return {name: _as_asked(value, request, observe) for name, value in part.items()}
+    if isinstance(part, tuple):
+        return tuple(_as_asked(value, request, observe) for value in part)
+    part = without_added_axes(part, request.axes)
+    return part if observe.grad else part.detach()

@@ -1,0 +1,295 @@
+"""What `Observe` asks for, computed beside the output by the same tiles, and never touching it.
+
+Statistics are sums over a tile's weights, so they take O(L) memory; maps (`weights`, `scores`, ...) are computed
+for the heads and queries asked for only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clearhead.backends.blockwise import assemble, dropped, over_tiles, raw_scores, visible_tile, weights_of
+from clearhead.backends.nonfinite import SetAside
+from clearhead.checks import Request
+from clearhead.errors import ShapeError
+from clearhead.masks import ALL, Allowed, Tile
+from clearhead.observe import MAPS, STATISTICS, At, Observe, indices
+from clearhead.plan import TILE_ELEMENTS, tiles
+
+
+class Sight(NamedTuple):
+    """What there is to see in one tile; hidden weights are 0, hidden scores -inf."""
+
+    weights: Tensor  # (b, h, q, k)
+    scores: Tensor  # (b, h, q, k)
+    visible: Tensor | None  # bool, broadcastable to them; None = everything
+    query_positions: Tensor  # (q,), on the axis of the keys
+    key_positions: Tensor  # (k,)
+    tile: Tile
+
+
+def look(request: Request, aside: SetAside | None, observe: Observe) -> dict[str, Any]:
+    """Every statistic and map that `observe` asks for, by name.
+
+    Args:
+        request: the call, its non-finite rows set aside.
+        aside: where they were; their weights are NaN.
+        observe: what is asked.
+    """
+    with torch.set_grad_enabled(observe.grad and torch.is_grad_enabled()):
+        found = _statistics(request, aside, observe)
+        for name in MAPS:
+            at = getattr(observe, name)
+            if at:
+                found[name] = _map(request, aside, name, At() if at is True else at)
+    return found
+
+
+# -- statistics ------------------------------------------------------------------------------------------------
+
+
+def _lse(sight: Sight) -> Tensor:
+    return torch.logsumexp(sight.scores, dim=-1)
+
+
+def _entropy(sight: Sight) -> Tensor:
+    # -sum w log w with log w = score - lse: exact for small weights, and hidden ones count as 0.
+    log_weights = sight.scores - torch.logsumexp(sight.scores, dim=-1, keepdim=True)
+    if sight.visible is not None:
+        log_weights = log_weights.masked_fill(~sight.visible, 0.0)
+    return -(sight.weights * log_weights).sum(dim=-1)
+
+
+def _max_weight(sight: Sight) -> Tensor:
+    return sight.weights.amax(dim=-1)
+
+
+def _distance(sight: Sight) -> Tensor:
+    apart = (sight.query_positions[:, None] - sight.key_positions).abs()
+    return (sight.weights * apart.to(sight.weights.dtype)).sum(dim=-1)
+
+
+def _received(sight: Sight) -> Tensor:
+    by_key = sight.weights.sum(dim=-2)
+    assert isinstance(sight.tile.keys, slice)
+    return F.pad(by_key, (sight.tile.keys.start, sight.tile.S - sight.tile.keys.stop))
+
+
+def _top_k(sight: Sight, k: int) -> tuple[Tensor, Tensor]:
+    weights = sight.weights
+    if sight.visible is not None:
+        weights = weights.masked_fill(~sight.visible, -1.0)  # a hidden key comes after a visible zero
+    top, at = weights.topk(min(k, weights.shape[-1]), dim=-1)
+    keys = sight.key_positions[at].masked_fill(top < 0, -1).int()
+    missing = (0, k - top.shape[-1])
+    return F.pad(top.clamp_min(0.0), missing), F.pad(keys, missing, value=-1)
+
+
+def _offsets(sight: Sight, offsets: tuple[int, ...]) -> Tensor:
+    distances = torch.tensor(offsets, device=sight.weights.device)
+    start = sight.key_positions[0]
+    at = sight.query_positions[:, None] - distances - start
+    inside = (at >= 0) & (at < sight.weights.shape[-1])
+    at = at.clamp(0, sight.weights.shape[-1] - 1).expand(*sight.weights.shape[:2], -1, -1)
+    return sight.weights.gather(-1, at).masked_fill(~inside, 0.0)
+
+
+def _mass(sight: Sight, keys: Tensor) -> Tensor:
+    rows = keys.to(sight.weights.device)
+    rows = rows[sight.tile.batch] if rows.shape[0] != 1 else rows
+    return (sight.weights @ rows[:, None, sight.tile.keys, None].to(sight.weights.dtype)).squeeze(-1)
+
+
+def _pooled(sight: Sight, n: int) -> dict[str, Tensor]:
+    """Sums and maxima of this tile's rows over n x n cells, and how many live rows each row of cells has.
+
+    Cell i of n covers [floor(i L / n), ceil((i + 1) L / n)), as in torch's adaptive pooling; so do its keys.
+    """
+    tile, weights = sight.tile, sight.weights
+    assert isinstance(tile.keys, slice)
+    assert isinstance(tile.queries, slice)
+    b, h, rows, _ = weights.shape
+    whole = F.pad(weights, (tile.keys.start, tile.S - tile.keys.stop)).flatten(1, 2)
+    mean = F.adaptive_avg_pool1d(whole, n).unflatten(1, (h, rows))
+    top = F.adaptive_max_pool1d(whole, n).unflatten(1, (h, rows))
+    alive = weights.new_ones(b, h, rows)
+    if sight.visible is not None:
+        alive = alive * sight.visible.any(dim=-1)
+    # Cells that a row of this tile falls in; in the others it adds nothing.
+    first, last = tile.queries.start, tile.queries.stop
+    cells = range(first * n // tile.L, -(-last * n // tile.L))
+    bounds = [(max(i * tile.L // n, first) - first, min(-(-(i + 1) * tile.L // n), last) - first) for i in cells]
+    empty = (cells.start, n - cells.stop)
+    return {
+        "pooled sum": F.pad(torch.stack([mean[:, :, i:j].sum(2) for i, j in bounds], 2), (0, 0, *empty)),
+        "pooled max": F.pad(torch.stack([top[:, :, i:j].amax(2) for i, j in bounds], 2), (0, 0, *empty)),
+        "pooled rows": F.pad(torch.stack([alive[:, :, i:j].sum(2) for i, j in bounds], 2), empty),
+    }
+
+
+def _measure(sight: Sight, observe: Observe) -> dict[str, Tensor]:
+    """Everything asked for of one tile; composite results under names of their own."""
+    found = {
+        name: measure(sight)
+        for name, measure in (
+            ("lse", _lse),
+            ("entropy", _entropy),
+            ("max_weight", _max_weight),
+            ("distance", _distance),
+            ("received", _received),
+        )
+        if observe.asks(name)
+    }
+    if observe.top_k:
+        found["top weights"], found["top keys"] = _top_k(sight, observe.top_k)
+    for name, keys in (observe.mass or {}).items():
+        found[f"mass {name}"] = _mass(sight, keys)
+    if observe.offsets is not None:
+        found["offsets"] = _offsets(sight, tuple(observe.offsets))
+    if observe.pooled:
+        found |= _pooled(sight, observe.pooled)
+    return found
+
+
+# What each tile adds to one total; all else is put side by side, query after query.
+_TOTALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "received": torch.add,
+    "pooled sum": torch.add,
+    "pooled rows": torch.add,
+    "pooled max": torch.maximum,
+}
+
+
+def _statistics(request: Request, aside: SetAside | None, observe: Observe) -> dict[str, Any]:
+    if not any(observe.asks(name) for name in STATISTICS):
+        return {}
+    B, _, _, S = request.sizes
+    for name, keys in (observe.mass or {}).items():
+        if keys.shape[0] not in (1, B) or keys.shape[1] != S:
+            raise ShapeError(
+                f"Observe(mass={{{name!r}: ...}}) must be (B|1, S) with B={B}, S={S}, not {tuple(keys.shape)}."
+            )
+    if S == 0:
+        return _of_no_keys(request, observe)
+
+    by_query: dict[str, list[tuple[Tile, Tensor]]] = {}
+    totals: dict[tuple[str, int], Tensor] = {}  # by name and first batch item
+    for tile, part in over_tiles(
+        request, _looked_at(request), lambda t: _measure(_sight(request, aside, t), observe)
+    ):
+        assert isinstance(tile.batch, slice)
+        for name, value in part.items():
+            if name in _TOTALS:
+                at = (name, tile.batch.start)
+                totals[at] = _TOTALS[name](totals[at], value) if at in totals else value
+            else:
+                by_query.setdefault(name, []).append((tile, value))
+
+    found: dict[str, Any] = {name: assemble(parts) for name, parts in by_query.items()}
+    for name in _TOTALS:
+        items = [totals[at] for at in sorted(totals) if at[0] == name]
+        if items:
+            found[name] = torch.cat(items)
+    if observe.top_k:
+        found["top_k"] = (found.pop("top weights"), found.pop("top keys"))
+    if observe.mass is not None:
+        found["mass"] = {name: found.pop(f"mass {name}") for name in observe.mass}
+    if observe.pooled:
+        rows = found.pop("pooled rows").clamp_min(1.0)[..., None]
+        found["pooled"] = (found.pop("pooled sum") / rows, found.pop("pooled max"))
+    return {name: found[name] for name in STATISTICS if name in found}
+
+
+def _looked_at(request: Request) -> list[Tile]:
+    # A tile that sees no key at all is given one, which is hidden: every measure then finds a dead row.
+    return [
+        tile._replace(keys=slice(0, 1)) if tile.keys == slice(tile.keys.start, tile.keys.start) else tile  # type: ignore[union-attr]
+        for tile in tiles(request)
+    ]
+
+
+def _of_no_keys(request: Request, observe: Observe) -> dict[str, Any]:
+    """S = 0: look at one hidden key instead, and leave it out of what has an axis of keys."""
+    key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (request.key, request.value))
+    hidden = Allowed(torch.zeros(1, 1, dtype=torch.bool, device=key.device), axes="qk")
+    padded = replace(request, key=key, value=value, mask=hidden, attn_bias=None)
+    mass = {name: F.pad(keys, (0, 1)) for name, keys in (observe.mass or {}).items()}
+    found = _statistics(padded, None, replace(observe, mass=mass or None))
+    if observe.received:
+        found["received"] = found["received"][..., :0]
+    return found
+
+
+def _sight(request: Request, aside: SetAside | None, tile: Tile) -> Sight:
+    weights, scores, visible = weights_of(request, tile)
+    if aside is not None:
+        sees_nan = aside.sees(tile, values=False)[..., None]
+        if visible is not None:
+            sees_nan = sees_nan & visible
+        weights, scores = (part.masked_fill(sees_nan, torch.nan) for part in (weights, scores))
+    device = request.query.device
+    queries = torch.arange(tile.L, device=device)[tile.queries] + tile.S - tile.L
+    return Sight(weights, scores, visible, queries, torch.arange(tile.S, device=device)[tile.keys], tile)
+
+
+# -- maps ------------------------------------------------------------------------------------------------------
+
+
+def _map(request: Request, aside: SetAside | None, name: str, at: At) -> Tensor:
+    """One map, (B, heads, queries, keys), for the heads, queries and keys asked for."""
+    B, H, L, S = request.sizes
+    device = request.query.device
+    heads, queries, keys = (
+        None if chosen is None else chosen.to(device)
+        for chosen in (
+            indices("heads", at.heads, H),
+            indices("queries", at.queries, L),
+            indices("keys", at.keys, S),
+        )
+    )
+
+    def part(batch: slice, rows: slice | Tensor) -> Tensor:
+        tile = Tile(batch, ALL if heads is None else heads, rows, slice(0, S), L, S, device)
+        values = _map_tile(request, aside, name, tile)
+        return values if keys is None else values[..., keys]
+
+    if at.last_real:
+        last = _last_alive(request)
+        return torch.cat([part(slice(b, b + 1), last[b : b + 1]) for b in range(B)]) if B else part(slice(0, 0), ALL)
+    shown = H if heads is None else len(heads)
+    step = max(1, TILE_ELEMENTS // max(1, B * shown * S))
+    if queries is None:
+        runs: list[slice | Tensor] = [slice(i, min(i + step, L)) for i in range(0, max(L, 1), step)]
+    else:
+        runs = list(queries.split(step))
+    return torch.cat([part(slice(0, B), rows) for rows in runs], dim=2)
+
+
+def _map_tile(request: Request, aside: SetAside | None, name: str, tile: Tile) -> Tensor:
+    if name in ("scores", "masked_scores"):
+        # Scores show the inputs as they came, NaN and all.
+        scores = raw_scores(request if aside is None else aside.original, tile)
+        visible = visible_tile(request, tile) if name == "masked_scores" else None
+        return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+    weights = _sight(request, aside, tile).weights
+    return dropped(request, tile, weights) if name == "dropped_weights" else weights
+
+
+def _last_alive(request: Request) -> Tensor:
+    """(B,), each item's last query that sees a key in some head; the last of all if there is none."""
+    B, _, L, S = request.sizes
+    positions = torch.arange(L, device=request.query.device)
+    last = positions.new_full((B,), L - 1)
+    for b in range(B):
+        rows = Tile(slice(b, b + 1), ALL, slice(0, L), ALL, L, S, request.query.device)
+        visible = visible_tile(request, rows)
+        if visible is not None:
+            alive = positions[visible.expand(1, -1, L, -1).any(dim=-1).any(dim=1)[0]]
+            last[b] = alive[-1] if len(alive) else L - 1
+    return last

@@ -1,0 +1,461 @@
+"""What a mask is: an immutable value that answers "may query q attend to key k?", combined by ``& | ~``.
+
+A mask is defined by one rule on positions (`Mask._rule`). Everything else follows from it: a tile of it
+(`_tile`), the whole of it (`dense`), a picture, an explanation, a FlexAttention ``mask_mod``. Beside the rule
+a mask knows its `_reach`: the keys that a range of queries could see at all, from numbers kept on the host, so
+that hidden work is skipped without looking at a tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import reduce
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from clearhead.errors import MaskError
+
+Index = slice | Tensor
+ALL = slice(None)
+AXIS_NAMES = {"b": "batch", "h": "heads", "q": "queries", "k": "keys"}
+_SHOWN_ELEMENTS = 1024  # a repr is constructive up to this many tensor elements
+_TILE_ELEMENTS = 2**20  # statistics over a mask look at about this many pairs at a time
+
+
+class Tile(NamedTuple):
+    """A part of the (batch, heads, queries, keys) box: slices, or 1-D index tensors, in an L x S attention."""
+
+    batch: Index
+    heads: Index
+    queries: Index
+    keys: Index
+    L: int
+    S: int
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mask:
+    """Base class of all masks. True always means *may attend*. Not instantiated itself.
+
+    Masks are immutable and compare by structure: ``Causal() & Prefix(3) == Causal() & Prefix(3)``. They are
+    pytrees with tensor leaves, so ``torch.compile``, ``vmap`` and ``torch.export`` take them as arguments.
+
+    Shapes:
+        B: batch, H: query heads, L: queries, S: keys. A mask that does not depend on an axis leaves it open.
+
+    Example:
+        >>> mask = Causal() & KeyPadding(lengths=[3, 2])
+        >>> mask.dense(3, 3).int()[1, 0].tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 1, 0]]
+    """
+
+    _tensors: ClassVar[tuple[str, ...]] = ()
+    _same_for_all_queries: ClassVar[bool] = False  # one row of it says everything
+
+    # -- what each kind of mask says of itself ---------------------------------------------------------------
+
+    def _rule(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, L: int, S: int) -> Tensor:
+        """May query q of head h and batch item b attend to key k? Broadcastable integer tensors in, bool out."""
+        raise NotImplementedError
+
+    def _reach(self, queries: range, L: int, S: int) -> range:
+        """Keys that any of these queries may see, or more: from host-side numbers only."""
+        return range(S)
+
+    def _why(self, b: int, h: int, q: int, k: int, L: int, S: int) -> str:
+        """The reason for the verdict on one pair, in words with numbers."""
+        raise NotImplementedError
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that this mask fixes, and their sizes: letters of ``"bhqk"``; size 1 broadcasts."""
+        return {}
+
+    def _check_values(self, L: int, S: int) -> None:
+        """Raise MaskError if the mask's numbers (lengths) don't fit L queries and S keys."""
+
+    # -- what follows -----------------------------------------------------------------------------------------
+
+    def _tile(self, tile: Tile) -> Tensor:
+        """The mask on a tile: bool, broadcastable to (batch, heads, queries, keys) of the tile."""
+        device = tile.device
+        b = _positions(tile.batch, self.axes.get("b", 1), device)
+        h = _positions(tile.heads, self.axes.get("h", 1), device)
+        q = _positions(tile.queries, tile.L, device)
+        k = _positions(tile.keys, tile.S, device)
+        return self._rule(b[:, None, None, None], h[:, None, None], q[:, None], k, tile.L, tile.S)
+
+    def _leaves(self) -> Iterator[Mask]:
+        yield self
+
+    def _same_for_every_query(self) -> bool:
+        return all(leaf._same_for_all_queries for leaf in self._leaves())
+
+    def _check(self, B: int, H: int, L: int, S: int) -> None:
+        """Raise MaskError, with the numbers, if this mask does not fit (B, H, L, S)."""
+        for leaf in self._leaves():
+            for (axis, name), expected in zip(AXIS_NAMES.items(), (B, H, L, S), strict=True):
+                size = leaf.axes.get(axis, 1)
+                if size not in (1, expected):
+                    raise MaskError(
+                        f"{leaf!r} is for {size} {name}, but the inputs have {expected} {name} "
+                        f"(B={B}, H={H}, L={L}, S={S}). Build the mask for {expected} {name}, or with 1 to "
+                        f"broadcast."
+                    )
+            leaf._check_values(L, S)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the mask's tensors; None where it has none (``Causal()`` fits every device)."""
+        leaves = _pytree.tree_leaves(self)
+        return leaves[0].device if leaves else None
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same mask with its tensors on `device`.
+
+        Example:
+            >>> KeyPadding(lengths=[3, 2]).to("cpu")
+            KeyPadding(lengths=[3, 2])
+        """
+        moved: Self = _pytree.tree_map(lambda tensor: tensor.to(device), self)
+        return moved
+
+    def dense(self, L: int, S: int) -> Tensor:
+        """The whole mask as a bool tensor, True = may attend; accepted back as a mask.
+
+        Args:
+            L: number of queries.
+            S: number of keys.
+
+        Shapes:
+            returns (B|1, H|1, L, S): always four axes; size 1 where the mask doesn't depend on batch or head.
+
+        Raises:
+            MaskError: the mask does not fit L queries and S keys.
+
+        Example:
+            >>> Window(left=1, right=0).dense(3, 3).int()[0, 0].tolist()
+            [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+        """
+        B, H = self._own_sizes(L, S)
+        tile = Tile(ALL, ALL, ALL, ALL, L, S, self.device or torch.device("cpu"))
+        return self._tile(tile).expand(B, H, L, S)
+
+    def visible_fraction(self, L: int, S: int) -> float:
+        """The share of all (batch, head, query, key) combinations that may attend, in O(L + S) memory.
+
+        Example:
+            >>> Causal().visible_fraction(4, 4)
+            0.625
+        """
+        B, H = self._own_sizes(L, S)
+        total = B * H * L * S
+        visible = 0
+        step = max(1, _TILE_ELEMENTS // max(1, B * H * S))
+        for start in range(0, L, step):
+            rows = slice(start, min(L, start + step))
+            tile = Tile(ALL, ALL, rows, ALL, L, S, self.device or torch.device("cpu"))
+            visible += int(self._tile(tile).expand(B, H, rows.stop - start, S).sum())
+        return visible / total if total else 0.0
+
+    def explain(self, L: int, S: int, *, query: int, key: int, batch: int = 0, head: int = 0) -> str:
+        """Why one pair is visible or hidden: a line for the verdict, then one for each part of the mask.
+
+        Args:
+            L: number of queries.
+            S: number of keys.
+            query: the query's index; negative counts from the end.
+            key: the key's index; negative counts from the end.
+            batch: the batch item, for masks that differ over the batch.
+            head: the head, for masks that differ over the heads.
+
+        Raises:
+            IndexError: an index outside the mask.
+
+        Example:
+            >>> print((Causal() & KeyPadding(lengths=[8, 5])).explain(8, 8, query=3, key=5, batch=1))
+            query 3 may NOT attend to key 5 (batch 1, head 0)
+              no   Causal(): key 5 comes 2 after the query's position 3
+              no   KeyPadding(lengths=[8, 5]): key 5 is padding, item 1 has 5 real keys
+        """
+        B, H = self._own_sizes(L, S)
+        # A mask that doesn't depend on the batch (or the heads) says the same for each item.
+        q, k = _one_index("query", query, L), _one_index("key", key, S)
+        b = _one_index("batch", batch, B) if B > 1 else batch
+        h = _one_index("head", head, H) if H > 1 else head
+
+        def verdict(mask: Mask) -> bool:
+            b_at, h_at, q_at, k_at = (torch.tensor(i, device=mask.device) for i in (b, h, q, k))
+            return bool(mask._rule(b_at, h_at, q_at, k_at, L, S))
+
+        word = "may" if verdict(self) else "may NOT"
+        lines = [f"query {q} {word} attend to key {k} (batch {b}, head {h})"]
+        for leaf in self._leaves():
+            mark = "yes" if verdict(leaf) else "no "
+            lines.append(f"  {mark}  {leaf!r}: {leaf._why(b, h, q, k, L, S)}")
+        return "\n".join(lines)
+
+    def draw(self, L: int, S: int, *, batch: int = 0, head: int = 0, max_cells: int = 64) -> str:
+        """A picture in text: a row for each query, a column for each key; large masks are pooled.
+
+        ``■`` may attend, ``·`` hidden, ``▒`` a cell of several pairs of which some may attend.
+
+        Example:
+            >>> print(Causal().draw(3, 5))
+            ■ ■ ■ · ·
+            ■ ■ ■ ■ ·
+            ■ ■ ■ ■ ■
+        """
+        B, H = self._own_sizes(L, S)
+        b = _one_index("batch", batch, B) if B > 1 else 0
+        h = _one_index("head", head, H) if H > 1 else 0
+        rows, columns = _cells(L, max_cells), _cells(S, max_cells)
+        device = self.device or torch.device("cpu")
+        lines = []
+        for r in rows:
+            tile = Tile(slice(b, b + 1), slice(h, h + 1), slice(r.start, r.stop), ALL, L, S, device)
+            block = self._tile(tile).expand(1, 1, len(r), S)[0, 0]
+            cells = [block[:, c.start : c.stop] for c in columns]
+            lines.append(" ".join("■" if c.all() else "▒" if c.any() else "·" for c in cells))
+        return "\n".join(lines)
+
+    def mask_mod(self, L: int, S: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """This mask as a ``mask_mod`` of ``torch.nn.attention.flex_attention`` for L queries and S keys.
+
+        Example:
+            >>> from torch.nn.attention.flex_attention import create_mask
+            >>> mod = Causal().mask_mod(2, 4)
+            >>> create_mask(mod, None, None, 2, 4, device="cpu").int()[0, 0].tolist()
+            [[1, 1, 1, 0], [1, 1, 1, 1]]
+        """
+        self._own_sizes(L, S)
+
+        def may_attend(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return self._rule(b, h, q, k, L, S)
+
+        return may_attend
+
+    def _own_sizes(self, L: int, S: int) -> tuple[int, int]:
+        """(B|1, H|1) of the mask itself, after checking that it fits L and S."""
+        B, H = self.axes.get("b", 1), self.axes.get("h", 1)
+        self._check(B, H, L, S)
+        return B, H
+
+    # -- operators --------------------------------------------------------------------------------------------
+
+    def __and__(self, other: Mask) -> Mask:
+        return And._of(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or._of(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        return Not((self,))
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            "a mask has no truth value: `and`, `or` and `not` would drop one of the masks. Use &, | and ~."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        mine, mine_spec = _pytree.tree_flatten(self)
+        theirs, their_spec = _pytree.tree_flatten(other)
+        return mine_spec == their_spec and all(
+            a.device == b.device and torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)
+        )
+
+    def __hash__(self) -> int:
+        leaves, spec = _pytree.tree_flatten(self)
+        return hash((type(self), str(spec), tuple(tuple(leaf.shape) for leaf in leaves)))
+
+    def __repr__(self) -> str:
+        shown = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.repr and value is not field.default and value != field.default:
+                shown.append(f"{field.name}={_show(value)}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    # -- pytree: tensors are leaves, all else is static -------------------------------------------------------
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _pytree.register_pytree_node(
+            cls,
+            lambda mask: mask._flatten(),
+            cls._unflatten,
+            serialized_type_name=f"clearhead.{cls.__name__}",
+        )
+
+    def _flatten(self) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
+        names = tuple(name for name in self._tensors if getattr(self, name) is not None)
+        static = tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.name not in names)
+        return [getattr(self, name) for name in names], (("tensors", names), *static)
+
+    @classmethod
+    def _unflatten(cls, children: Any, static: Any) -> Self:
+        # Values were checked when the mask was built; inside a transform the leaves may be batched or fake.
+        (_, names), *rest = static
+        return cast("Self", _bare(cls, [*zip(names, children, strict=True), *rest]))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Composite(Mask):
+    """Parts combined pair by pair."""
+
+    parts: tuple[Mask, ...]
+
+    def _leaves(self) -> Iterator[Mask]:
+        for part in self.parts:
+            yield from part._leaves()
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that this mask fixes, and their sizes."""
+        merged: dict[str, int] = {}
+        for leaf in self._leaves():
+            for axis, size in leaf.axes.items():
+                if merged.get(axis, 1) == 1:
+                    merged[axis] = size
+        return merged
+
+    def _flatten(self) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
+        return list(self.parts), ()
+
+    @classmethod
+    def _unflatten(cls, children: Any, static: Any) -> Self:
+        return cast("Self", _bare(cls, [("parts", tuple(children))]))
+
+
+class _Joined(_Composite):
+    """And and Or: two or more parts, joined by a sign."""
+
+    _sign: ClassVar[str]
+    _join: ClassVar[Callable[[Tensor, Tensor], Tensor]]
+
+    def __post_init__(self) -> None:
+        owners: dict[str, Mask] = {}
+        for leaf in self._leaves():
+            for axis, size in leaf.axes.items():
+                other = owners.setdefault(axis, leaf)
+                if other.axes[axis] == 1:
+                    owners[axis] = leaf
+                elif size not in (1, other.axes[axis]):
+                    name = AXIS_NAMES[axis]
+                    raise MaskError(
+                        f"masks joined by {self._sign} must agree in {name}, or have 1: {other!r} is for "
+                        f"{other.axes[axis]} {name}, {leaf!r} for {size}."
+                    )
+        devices = {leaf.device for leaf in self._leaves()} - {None}
+        if len(devices) > 1:
+            raise MaskError(
+                f"masks joined by {self._sign} must be on one device, not on "
+                f"{' and '.join(sorted(map(str, devices)))}: move one with mask.to(device)."
+            )
+
+    @classmethod
+    def _of(cls, *masks: Mask) -> Self:
+        # A chain of one sign is kept flat, so a mask of thousands of parts is not thousands of levels deep.
+        flat: list[Mask] = []
+        for mask in masks:
+            flat.extend(mask.parts if isinstance(mask, cls) else [mask])
+        return cls(tuple(flat))
+
+    def _rule(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, L: int, S: int) -> Tensor:
+        return reduce(type(self)._join, (part._rule(b, h, q, k, L, S) for part in self.parts))
+
+    def _tile(self, tile: Tile) -> Tensor:
+        return reduce(type(self)._join, (part._tile(tile) for part in self.parts))
+
+    def __repr__(self) -> str:
+        shown = (f"({part!r})" if isinstance(part, _Joined) else repr(part) for part in self.parts)
+        return f" {self._sign} ".join(shown)
+
+
+class And(_Joined):
+    """Visible where every part says so. Built by ``&``."""
+
+    _sign = "&"
+    _join = operator.and_
+
+    def _reach(self, queries: range, L: int, S: int) -> range:
+        reaches = [part._reach(queries, L, S) for part in self.parts]
+        start = max(r.start for r in reaches)
+        return range(start, max(start, min(r.stop for r in reaches)))
+
+
+class Or(_Joined):
+    """Visible where some part says so. Built by ``|``."""
+
+    _sign = "|"
+    _join = operator.or_
+
+    def _reach(self, queries: range, L: int, S: int) -> range:
+        reaches = [reach for part in self.parts if (reach := part._reach(queries, L, S))]
+        if not reaches:
+            return range(0)
+        return range(min(r.start for r in reaches), max(r.stop for r in reaches))
+
+
+class Not(_Composite):
+    """Visible where its one part is not. Built by ``~``; ``~~mask`` is ``mask``."""
+
+    def _rule(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, L: int, S: int) -> Tensor:
+        return ~self.parts[0]._rule(b, h, q, k, L, S)
+
+    def _tile(self, tile: Tile) -> Tensor:
+        return ~self.parts[0]._tile(tile)
+
+    def __invert__(self) -> Mask:
+        return self.parts[0]
+
+    def __repr__(self) -> str:
+        (part,) = self.parts
+        return f"~({part!r})" if isinstance(part, _Joined) else f"~{part!r}"
+
+
+def _bare(cls: type[Any], attributes: list[tuple[str, Any]]) -> Any:
+    """An instance of a frozen class from attributes that were checked before."""
+    instance = object.__new__(cls)
+    for name, value in attributes:
+        object.__setattr__(instance, name, value)
+    return instance
+
+
+def _positions(index: Index, size: int, device: torch.device) -> Tensor:
+    """The integers that an index selects from ``range(size)``; an axis of size 1 is never cut, it broadcasts."""
+    if size == 1:
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    if isinstance(index, slice):
+        start, stop, step = index.indices(size)
+        return torch.arange(start, stop, step, device=device)
+    return index
+
+
+def _one_index(name: str, index: int, size: int) -> int:
+    if not -size <= index < size:
+        raise IndexError(f"{name} {index} is out of range: there are {size} ({name} -{size} to {size - 1}).")
+    return index % size
+
+
+def _cells(size: int, most: int) -> list[range]:
+    """0..size cut into at most `most` runs of nearly equal length."""
+    n = min(size, most)
+    return [range(i * size // n, (i + 1) * size // n) for i in range(n)]
+
+
+def _show(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.numel() > _SHOWN_ELEMENTS:
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"<{kind} tensor {tuple(value.shape)}>"
+    return repr(value.tolist())

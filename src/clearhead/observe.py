@@ -1,0 +1,230 @@
+"""What to look at (`Observe`, `At`) and what was seen (`Seen`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.masks import Mask
+
+Choice = int | Sequence[int] | slice | None
+
+STATISTICS = ("lse", "entropy", "max_weight", "distance", "received", "top_k", "mass", "offsets", "pooled")
+MAPS = ("scores", "masked_scores", "weights", "dropped_weights")
+SPLIT = ("query", "key", "value", "context")
+MODULE = ("query_projected", "key_projected", "value_projected", "merged", "output")
+
+
+@dataclass(frozen=True)
+class At:
+    """Which part of an attention map to keep; the axes (B, heads, queries, keys) always stay.
+
+    Args:
+        heads: an int (negative from the end), a list of ints, a slice, or None for all.
+        queries: the same for the queries.
+        keys: the same for the keys.
+        last_real: each batch item's last query that sees anything, instead of `queries`. Padded queries still
+            see the real keys unless the mask has a `QueryPadding`: add it where the padding is on the right.
+
+    Raises:
+        IndexError: in a call, an index outside the inputs.
+        ValueError: both `queries` and `last_real`.
+
+    Example:
+        >>> x = torch.randn(1, 4, 5, 8)
+        >>> _, seen = attention(x, x, x, observe=Observe(weights=At(heads=2, queries=[-1])))
+        >>> seen.weights.shape
+        torch.Size([1, 1, 1, 5])
+    """
+
+    heads: Choice = None
+    queries: Choice = None
+    keys: Choice = None
+    last_real: bool = False
+
+    def __post_init__(self) -> None:
+        if self.last_real and self.queries is not None:
+            raise ValueError("At takes either queries= or last_real=True, not both.")
+
+
+def indices(name: str, choice: Choice, size: int) -> Tensor | None:
+    """The chosen positions as a 1-D tensor, None for all; IndexError with the numbers if out of range."""
+    if choice is None:
+        return None
+    if isinstance(choice, slice):
+        return torch.arange(*choice.indices(size))
+    chosen = [choice] if isinstance(choice, int) else [int(i) for i in choice]
+    for i in chosen:
+        if not -size <= i < size:
+            raise IndexError(f"At({name}={i}) is out of range: there are {size} {name} ({-size} to {size - 1}).")
+    return torch.tensor([i % size for i in chosen], dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observe:
+    """What to look at during a call; everything is off by default.
+
+    All of it is after the softmax and before dropout, float32 (float64 for float64 input), and detached unless
+    `grad`. A dead row (a query that sees nothing) has weights 0, entropy 0, lse -inf and counts in no mean.
+
+    Args:
+        lse: log of the sum of exponentiated scores, (B, Hq, L).
+        entropy: of the weights, in nats: ``lse - sum_j w_j s_j``, (B, Hq, L). Clark et al. 2019 (1906.04341).
+        max_weight: the largest weight of each query, (B, Hq, L). Voita et al. 2019 (1905.09418).
+        distance: mean |query position - key position|, (B, Hq, L). Vig & Belinkov 2019 (1906.04284).
+        received: attention that each key receives, summed over the queries, (B, Hq, S). H2O (2306.14048).
+        top_k: the k strongest keys of each query: a pair (weights, int32 key indices), each (B, Hq, L, k);
+            short rows are filled with weight 0 and index -1.
+        mass: ``{name: bool (B|1, S)}``: the weight that falls on each group of keys, a dict of (B, Hq, L).
+        offsets: distances d; the weight on the key d to the left of the query's position (d < 0: to the
+            right), (B, Hq, L, len(offsets)).
+        pooled: n; a pair (mean, max) of n x n maps that cover the whole head, (B, Hq, n, n), cut as
+            ``adaptive_avg_pool2d`` does; dead rows count in no mean.
+        weights: attention weights; True for all of them, or an `At`. (B, heads, queries, keys)
+        scores: scaled scores with the bias, before the mask; True or an `At`.
+        masked_scores: the same with -inf where hidden; True or an `At`.
+        dropped_weights: weights after dropout, as multiplied with the values; True or an `At`.
+        query: split into heads, (B, Hq, L, E).
+        key: split, (B, Hkv, S, E).
+        value: split, (B, Hkv, S, Ev).
+        context: per head, (B, Hq, L, Ev).
+        query_projected: before the split, (B, L, Hq * E); this and what follows only in the module.
+        key_projected: before the split, (B, S, Hkv * E).
+        value_projected: before the split, (B, S, Hkv * Ev).
+        merged: the heads' contexts side by side, (B, L, Hq * Ev).
+        output: after the output projection, (B, L, D).
+        grad: keep the graph, so that a loss may use what was seen.
+
+    Raises:
+        ValueError: a wrong kind of argument, e.g. top_k=0.
+
+    Example:
+        >>> x = torch.randn(2, 4, 5, 8)
+        >>> out, seen = attention(x, x, x, Causal(), observe=Observe(entropy=True, top_k=3))
+        >>> seen.entropy.shape, seen.top_k[1].shape
+        (torch.Size([2, 4, 5]), torch.Size([2, 4, 5, 3]))
+        >>> seen.weights
+        Traceback (most recent call last):
+        AttributeError: weights was not asked for: observe=Observe(weights=True) keeps it. Seen: entropy, top_k.
+    """
+
+    lse: bool = False
+    entropy: bool = False
+    max_weight: bool = False
+    distance: bool = False
+    received: bool = False
+    top_k: int | None = None
+    mass: Mapping[str, Tensor] | None = None
+    offsets: Sequence[int] | None = None
+    pooled: int | None = None
+    weights: bool | At = False
+    scores: bool | At = False
+    masked_scores: bool | At = False
+    dropped_weights: bool | At = False
+    query: bool = False
+    key: bool = False
+    value: bool = False
+    context: bool = False
+    query_projected: bool = False
+    key_projected: bool = False
+    value_projected: bool = False
+    merged: bool = False
+    output: bool = False
+    grad: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "pooled"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"Observe({name}=...) takes a number >= 1, not {value!r}.")
+        for name in MAPS:
+            if not isinstance(getattr(self, name), bool | At):
+                raise ValueError(f"Observe({name}=...) takes True or an At, not {getattr(self, name)!r}.")  # noqa: TRY004
+        if self.offsets is not None:
+            object.__setattr__(self, "offsets", tuple(int(d) for d in self.offsets))
+        for name, keys in (self.mass or {}).items():
+            if not isinstance(keys, Tensor) or keys.dtype != torch.bool or keys.ndim != 2:
+                raise ValueError(f"Observe(mass={{{name!r}: ...}}) takes a bool tensor (B|1, S).")
+
+    @classmethod
+    def all(cls, *, grad: bool = False) -> Observe:
+        """Every intermediate, and every statistic that needs no argument.
+
+        Example:
+            >>> x = torch.randn(2, 4, 5, 8)
+            >>> sorted(attention(x, x, x, observe=Observe.all())[1])[:4]
+            ['context', 'distance', 'dropped_weights', 'entropy']
+        """
+        on = [f.name for f in fields(cls) if f.default is False and f.name != "grad"]
+        flags: dict[str, Any] = dict.fromkeys(on, True)
+        return cls(grad=grad, **flags)
+
+    def asks(self, name: str) -> bool:
+        """Whether the field is asked for."""
+        value = getattr(self, name)
+        return value is not None and value is not False
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Seen(Mapping[str, Any]):
+    """What a call has shown: the fields that `Observe` asked for, as attributes or by name.
+
+    Attributes:
+        fields: the values by name.
+        mask: the mask of the call (None = everything visible), to tell a hidden weight from a zero.
+
+    Example:
+        >>> x = torch.randn(1, 2, 3, 4)
+        >>> _, seen = attention(x, x, x, observe=Observe(weights=True))
+        >>> seen
+        Seen(weights (1, 2, 3, 3))
+        >>> torch.allclose(seen["weights"].sum(-1), torch.ones(1, 2, 3))
+        True
+    """
+
+    fields: dict[str, Any]
+    mask: Mask | None = field(default=None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "fields":
+            raise AttributeError(name)
+        try:
+            return self.fields[name]
+        except KeyError:
+            raise AttributeError(self._missing(name)) from None
+
+    def _missing(self, name: str) -> str:
+        here = f"Seen: {', '.join(self.fields) or 'nothing'}."
+        if name in MODULE:
+            return f"{name} was not asked for, or is not part of attention(): MultiHeadAttention has it. {here}"
+        if name in STATISTICS + MAPS + SPLIT:
+            flag = {"top_k": "8", "mass": "{...}", "offsets": "[...]", "pooled": "256"}.get(name, "True")
+            return f"{name} was not asked for: observe=Observe({name}={flag}) keeps it. {here}"
+        return f"there is no field {name!r}. {here}"
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.fields]
+
+    def __repr__(self) -> str:
+        return f"Seen({', '.join(f'{name} {_shape(value)}' for name, value in self.fields.items())})"
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return str(tuple(value.shape))
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} {_shape(part)}" for name, part in value.items()) + "}"
+    return " + ".join(_shape(part) for part in value)
