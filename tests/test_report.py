@@ -51,15 +51,14 @@ def pooled_panel(**changes: Any) -> Panel:
     length, cells, heads = 23, 5, 2
     weights, visible = causal_weights(1, heads, length, length)
     weights = weights.nan_to_num()
-    edges = [cell * length // cells for cell in range(cells + 1)]
+    spans = [slice(i * length // cells, -((i + 1) * -length // cells)) for i in range(cells)]
     mean, maximum = torch.zeros(1, heads, cells, cells), torch.zeros(1, heads, cells, cells)
     seen = torch.zeros(1, 1, cells, cells, dtype=torch.bool)
     for i in range(cells):
         for j in range(cells):
-            part = (..., slice(edges[i], edges[i + 1]), slice(edges[j], edges[j + 1]))
-            mean[..., i, j] = weights[part].mean((-1, -2))
-            maximum[..., i, j] = weights[part].amax((-1, -2))
-            seen[..., i, j] = visible[part].any()
+            mean[..., i, j] = weights[..., spans[i], spans[j]].mean((-1, -2))
+            maximum[..., i, j] = weights[..., spans[i], spans[j]].amax((-1, -2))
+            seen[..., i, j] = visible[..., spans[i], spans[j]].any()
     strongest, keys = weights.topk(3)
     keys = torch.where(visible.expand_as(weights).gather(-1, keys), keys, -1).int()
     fields = {"mean": mean, "maximum": maximum, "top": (strongest, keys), "visible": seen, **changes}
@@ -188,9 +187,7 @@ def test_the_page_says_what_was_pooled():
     ):
         assert words in line
     weights, visible = causal_weights(1, 1, 3, 3)
-    assert payload(render([Panel("a", visible, weights)], labels(1, 3), title="t"))["line"].startswith(
-        "Exact"
-    )
+    assert payload(render([Panel("a", visible, weights)], labels(1, 3), title="t"))["line"].startswith("Exact")
 
 
 def test_key_indices_beyond_16_bits():
@@ -397,14 +394,18 @@ def test_a_browser_reads_every_weight_and_takes_no_text_for_markup(tmp_path):
 
 def test_a_browser_shows_a_pooled_page_with_its_exact_top_keys(tmp_path):
     panel = pooled_panel()
-    page = with_probe(
-        render([panel], labels(1, 23), title="Pooled"),
-        "Array.from({ length: 23 }, (_, key) => clearheadReport.weight(0, 0, 1, 17, key) ?? null)",
-    )
-    dom = open_in_browser(page, tmp_path, "#h=1&q=17&map=maximum")
     assert panel.top is not None
     assert panel.mean is not None
-    weights, keys = (tensor[0, 1, 17].tolist() for tensor in panel.top)
+    # from query 20, in the last of 5 rows of cells, one row up: to query 13, the first of cell 3
+    probe = """(() => {
+      const up = new KeyboardEvent("keydown", { key: "ArrowUp" });
+      document.getElementById("overlay").dispatchEvent(up);
+      const keys = Array.from({ length: 23 }, (_, key) => key);
+      return keys.map((key) => clearheadReport.weight(0, 0, 1, 13, key) ?? null);
+    })()"""
+    page = with_probe(render([panel], labels(1, 23), title="Pooled"), probe)
+    dom = open_in_browser(page, tmp_path, "#h=1&q=20&map=maximum")
+    weights, keys = (tensor[0, 1, 13].tolist() for tensor in panel.top)
     got = json.loads(text_of(dom, "probe"))
     for key in range(23):
         if key in keys:
@@ -412,9 +413,12 @@ def test_a_browser_shows_a_pooled_page_with_its_exact_top_keys(tmp_path):
         else:
             assert got[key] is None
     readout = text_of(dom, "readout")
-    assert "from 13–17" in readout
-    cell = next(c for c in range(5) if c * 23 // 5 <= keys[0] < (c + 1) * 23 // 5)
-    assert f"mean {panel.mean[0, 1, 3, cell].item():.4f}"[:-1] in readout
+    assert "from 13–18" in readout
+    strongest = int(panel.top[1][0, 1, 20, 0])
+    cell = max(c for c in range(5) if c * 23 // 5 <= strongest)
+    mean = panel.mean[0, 1, 3, cell].item()
+    shown = float(part(readout, r"mean ([\d.e-]+), maximum"))
+    assert abs(shown - mean) <= max(5.1e-5, 2**-11 * mean)
     assert "are exact" in text_of(dom, "mode")
 
 

@@ -83,13 +83,14 @@ class Mask:
     # -- what follows -----------------------------------------------------------------------------------------
 
     def _tile(self, tile: Tile) -> Tensor:
-        """The mask on a tile: bool, broadcastable to (batch, heads, queries, keys) of the tile."""
+        """The mask on a tile: bool, four axes, broadcastable to (batch, heads, queries, keys) of the tile."""
         device = tile.device
         b = _positions(tile.batch, self.axes.get("b", 1), device)
         h = _positions(tile.heads, self.axes.get("h", 1), device)
         q = _positions(tile.queries, tile.L, device)
         k = _positions(tile.keys, tile.S, device)
-        return self._rule(b[:, None, None, None], h[:, None, None], q[:, None], k, tile.L, tile.S)
+        visible = self._rule(b[:, None, None, None], h[:, None, None], q[:, None], k, tile.L, tile.S)
+        return visible[(None,) * (4 - visible.ndim)]
 
     def _leaves(self) -> Iterator[Mask]:
         yield self

@@ -49,7 +49,7 @@ function entropyText(layer, head) {
 }
 
 // ---- the selected head
-const SMALLEST_LABEL = 14; // pixels between two labels of an axis
+const SMALLEST_LABEL = 12; // pixels between two labels of an axis
 let layout = null;
 
 const cut = (label, most) => {
@@ -247,10 +247,8 @@ function named(tokens, first, last = first) {
 function drawReadout() {
   const row = rowOf(state.query), column = columnOf(state.key);
   const index = row * cellColumns + column;
-  const lastQuery = pooled ? edge(row + 1, cellRows, data.queries) - 1 : state.query;
-  const lastKey = pooled ? edge(column + 1, cellColumns, data.keys) - 1 : state.key;
-  const parts = ["from ", named(queryTokens(), queryAt(row), lastQuery), " to ",
-    named(keyTokens(), keyAt(column), lastKey), ": "];
+  const parts = ["from ", named(queryTokens(), queryAt(row), lastOf(row, cellRows, data.queries)), " to ",
+    named(keyTokens(), keyAt(column), lastOf(column, cellColumns, data.keys)), ": "];
   const code = codesOf(state.layer, state.head)[index];
   if (code === 0) parts.push(element("b", "", "hidden by the mask"));
   else if (!pooled) parts.push(element("b", "", short(weightOf(code))));

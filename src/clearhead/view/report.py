@@ -37,8 +37,8 @@ _Array = npt.NDArray[Any]
 class Panel:
     """The attention of one layer, as plain tensors: exact weights, or pooled maps of a long text.
 
-    A pooled map has n x n cells. Cell i covers the queries (or keys) from `i * L // n` up to, not including,
-    `(i + 1) * L // n`; a cell without any visible pair is hidden.
+    A pooled map has n x n cells, cut as `adaptive_avg_pool2d` does: cell i covers the queries (or keys) from
+    floor(i L / n) up to, not including, ceil((i + 1) L / n). A cell without any visible pair is hidden.
 
     Args:
         name: The module's name, for example `"encoder.layer.3.attention.self"`.

@@ -28,8 +28,10 @@ function block(kind, sequence, layer, head, type = Uint16Array) {
   return decoded.get(key);
 }
 
-// Map cells and tokens: cell c covers tokens edge(c) up to, not including, edge(c + 1).
+// Map cells and tokens, as in adaptive pooling: where the length doesn't divide, neighbours share a token,
+// which then counts to the later cell, so that a cell's first token leads back to that cell.
 const edge = (cell, cells, length) => Math.floor((cell * length) / cells);
+const lastOf = (cell, cells, length) => Math.ceil(((cell + 1) * length) / cells) - 1;
 const cellOf = (token, cells, length) => Math.ceil(((token + 1) * cells) / length) - 1;
 const rowOf = (query) => cellOf(query, cellRows, data.queries);
 const columnOf = (key) => cellOf(key, cellColumns, data.keys);
