@@ -18,6 +18,7 @@ from clearhead.masks import (
 from clearhead.multihead import MultiHeadAttention
 from clearhead.observe import At, Observe, Seen
 from clearhead.ragged import Batch, pad
+from clearhead.record import Recording, record
 
 __all__ = [
     "Allowed",
@@ -33,6 +34,7 @@ __all__ = [
     "Observe",
     "Prefix",
     "QueryPadding",
+    "Recording",
     "Seen",
     "Segments",
     "ShapeError",
@@ -41,4 +43,5 @@ __all__ = [
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",
+    "record",
 ]

@@ -7,7 +7,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from clearhead.backends import choose
-from clearhead.backends.nonfinite import set_aside
+from clearhead.backends.nonfinite import SetAside, set_aside
 from clearhead.checks import Request, check, without_added_axes
 from clearhead.look import look
 from clearhead.masks import Mask
@@ -104,15 +104,26 @@ def attention(
     if aside is not None:
         context = aside.restore(context)
     out = without_added_axes(context, request.axes)
-    if observe is None:
-        return out
+    return out if observe is None else (out, seen_of(request, finite, aside, context, observe))
+
+
+def seen_of(request: Request, finite: Request, aside: SetAside | None, context: Tensor, observe: Observe) -> Seen:
+    """What `observe` asks for of a call whose context is known.
+
+    Args:
+        request: the call.
+        finite: the call with its non-finite rows set aside.
+        aside: what was set aside.
+        context: (B, Hq, L, Ev), whoever computed it.
+        observe: what is asked.
+    """
     seen: dict[str, Any] = {
         name: getattr(request, name) for name in SPLIT if name != "context" and observe.asks(name)
     }
     seen |= look(finite, aside, observe)
     if observe.context:
         seen["context"] = context
-    return out, Seen({name: _as_asked(part, request, observe) for name, part in seen.items()}, request.mask)
+    return Seen({name: _as_asked(part, request, observe) for name, part in seen.items()}, request.mask, request.sizes)
 
 
 def _as_asked(part: Any, request: Request, observe: Observe) -> Any:

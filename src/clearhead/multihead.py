@@ -220,7 +220,7 @@ class MultiHeadAttention(nn.Module):
             for name, part in parts.items()
             if observe.asks(name)
         }
-        return output, Seen(kept, seen.mask)
+        return output, Seen(kept, seen.mask, seen.sizes)
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiHeadAttention:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from clearhead.masks import Mask
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Choice = int | Sequence[int] | slice | None
 
@@ -176,6 +179,7 @@ class Seen(Mapping[str, Any]):
     Attributes:
         fields: the values by name.
         mask: the mask of the call (None = everything visible), to tell a hidden weight from a zero.
+        sizes: (B, Hq, L, S) of the call.
 
     Example:
         >>> x = torch.randn(1, 2, 3, 4)
@@ -187,7 +191,58 @@ class Seen(Mapping[str, Any]):
     """
 
     fields: dict[str, Any]
-    mask: Mask | None = field(default=None)
+    mask: Mask | None = None
+    sizes: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    def plot(
+        self,
+        *,
+        heads: Choice = None,
+        batch: int = 0,
+        tokens: Sequence[str] | None = None,
+        key_tokens: Sequence[str] | None = None,
+    ) -> Figure:
+        """Heat maps of the weights with matplotlib, one for each head; hidden pairs are grey.
+
+        Args:
+            heads: which heads, as in `At`; None = all.
+            batch: the batch item.
+            tokens: labels of the queries; None = numbers.
+            key_tokens: labels of the keys; None = `tokens` where there are as many keys as queries.
+
+        Raises:
+            AttributeError: the weights were not asked for.
+            ValueError: weights of a selection (an `At`), or label counts that don't fit.
+            IndexError: a head or batch item out of range.
+
+        Example:
+            >>> x = torch.randn(1, 2, 3, 4)
+            >>> _, seen = attention(x, x, x, Causal(), observe=Observe(weights=True))
+            >>> figure = seen.plot(tokens=["The", "cat", "sat"])
+            >>> len([axes for axes in figure.axes if axes.get_title().startswith("head")])
+            2
+        """
+        from clearhead.view.plot import plot_weights
+
+        B, H, L, S = self.sizes
+        weights: Tensor = self.weights
+        if weights.numel() != B * H * L * S:
+            raise ValueError(
+                f"plot shows whole maps, (B, Hq, L, S) = {(B, H, L, S)}, but the weights are {tuple(weights.shape)}: "
+                f"ask for Observe(weights=True)."
+            )
+        if not -B <= batch < B:
+            raise IndexError(f"batch item {batch} is out of range: there are {B}.")
+        chosen = indices("heads", heads, H)
+        shown = list(range(H)) if chosen is None else chosen.tolist()
+        visible = torch.ones(1, 1, L, S, dtype=torch.bool) if self.mask is None else self.mask.dense(L, S)
+        return plot_weights(
+            weights.reshape(B, H, L, S)[batch, shown],
+            visible.expand(B, H, L, S)[batch, shown],
+            [f"head {head}" for head in shown],
+            tokens,
+            tokens if key_tokens is None and L == S else key_tokens,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "fields":
@@ -200,7 +255,7 @@ class Seen(Mapping[str, Any]):
     def _missing(self, name: str) -> str:
         here = f"Seen: {', '.join(self.fields) or 'nothing'}."
         if name in MODULE:
-            return f"{name} was not asked for, or is not part of attention(): MultiHeadAttention has it. {here}"
+            return f"{name} was not asked for, or doesn't exist here: only MultiHeadAttention keeps it. {here}"
         if name in STATISTICS + MAPS + SPLIT:
             flag = {"top_k": "8", "mass": "{...}", "offsets": "[...]", "pooled": "256"}.get(name, "True")
             return f"{name} was not asked for: observe=Observe({name}={flag}) keeps it. {here}"

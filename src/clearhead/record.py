@@ -1,0 +1,209 @@
+"""`record`: what every attention layer of a whole model does while it runs, with its output untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from clearhead.backends.nonfinite import set_aside
+from clearhead.checks import check
+from clearhead.compat.transformers import Call, is_transformers_model, listening
+from clearhead.functional import seen_of
+from clearhead.masks import And, KeyPadding, Mask, QueryPadding
+from clearhead.multihead import MultiHeadAttention
+from clearhead.observe import Observe, Seen
+from clearhead.panels import Labels, labels_for, panels_of
+from clearhead.view.report import render
+
+
+class Recording(Mapping[str, Seen]):
+    """What was recorded: the last call's `Seen` of each attention layer, by module name or layer number.
+
+    ``recording["encoder.layer.3.attention.self"]`` and ``recording[3]`` are the same if it is the fourth
+    attention layer (in the model's order) that was called; ``recording.calls(name)`` has all calls of a layer.
+
+    Example:
+        >>> layer = MultiHeadAttention(8, 2)
+        >>> with record(layer, Observe(entropy=True)) as recording:
+        ...     _ = layer(torch.randn(1, 3, 8))
+        >>> recording[0].entropy.shape
+        torch.Size([1, 2, 3])
+    """
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self._calls: dict[str, list[Seen]] = {name: [] for name in layers}
+
+    def calls(self, layer: str | int) -> list[Seen]:
+        """Every recorded call of a layer, oldest first.
+
+        Raises:
+            KeyError: no layer of that name or number was called.
+        """
+        return list(self._calls[self._name(layer)])
+
+    def __getitem__(self, layer: str | int) -> Seen:
+        return self._calls[self._name(layer)][-1]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, calls in self._calls.items() if calls)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return "Recording(nothing was called yet)"
+        return f"Recording({len(self)} layers, {sum(map(len, self._calls.values()))} calls: {', '.join(self)})"
+
+    def to_html(
+        self,
+        path: str | Path,
+        tokens: Labels | Sequence[str] | None = None,
+        *,
+        key_tokens: Labels | Sequence[str] | None = None,
+        title: str = "Attention",
+        notes: Sequence[str] = (),
+        overwrite: bool = False,
+    ) -> Path:
+        """Write one HTML file that shows every layer and head; it works offline and loads nothing.
+
+        Args:
+            path: the file to write.
+            tokens: a list of labels for each batch item (or one list, for a batch of one); None = numbers.
+            key_tokens: the same for the keys of cross-attention; None = the tokens.
+            title: the page's title.
+            notes: lines shown under it.
+            overwrite: whether an existing file may be replaced.
+
+        Raises:
+            ValueError: nothing recorded, neither ``weights`` nor ``pooled`` among it, or label counts that
+                don't fit.
+            FileExistsError: the file exists.
+
+        Example:
+            >>> layer = MultiHeadAttention(8, 2)
+            >>> with record(layer, Observe(weights=True)) as recording:
+            ...     _ = layer(torch.randn(1, 3, 8))
+            >>> import tempfile
+            >>> recording.to_html(tempfile.mkdtemp() + "/report.html", tokens=["a", "b", "c"]).name
+            'report.html'
+        """
+        panels = panels_of(list(self.items()))
+        B, _, L, S = next(iter(self.values())).sizes
+        page = render(
+            panels,
+            labels_for(tokens, B, L),
+            key_tokens=None if key_tokens is None and S == L else labels_for(key_tokens, B, S),
+            title=title,
+            notes=notes,
+        )
+        path = Path(path)
+        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(page)
+        return path
+
+    def _name(self, layer: str | int) -> str:
+        recorded = list(self)
+        if isinstance(layer, int):
+            if not -len(recorded) <= layer < len(recorded):
+                raise KeyError(f"there is no layer {layer}: {len(recorded)} layers were called while recording.")
+            return recorded[layer]
+        if layer not in recorded:
+            reason = "was not called while recording" if layer in self._calls else "is no attention layer here"
+            raise KeyError(f"{layer!r} {reason}. Recorded: {', '.join(recorded) or 'nothing'}.")
+        return layer
+
+
+@contextmanager
+def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
+    """While this lasts, look into every attention layer of a model whenever it runs.
+
+    The model keeps its own kernels and its output is bit-equal to an unrecorded run; statistics are computed
+    beside it, in O(L) memory. In self-attention padded queries are dead rows in what is recorded (never in the
+    output), so `received` counts real queries only.
+
+    Args:
+        model: a transformers model whose attention goes through its registry (``"sdpa"`` or ``"eager"``), or
+            any module that contains `MultiHeadAttention`.
+        observe: what to look at; `Seen` has the fields of `clearhead.attention` (but ``dropped_weights``).
+
+    Yields:
+        A `Recording`, filled while the model runs, and kept afterwards.
+
+    Raises:
+        ValueError: nothing in the model can be recorded, with the reason.
+
+    Example:
+        >>> layers = torch.nn.ModuleDict({"first": MultiHeadAttention(8, 2), "second": MultiHeadAttention(8, 4)})
+        >>> with record(layers, Observe(entropy=True, received=True)) as recording:
+        ...     _ = layers["second"](layers["first"](torch.randn(1, 3, 8)))
+        >>> recording["second"].received.shape, recording[1] is recording["second"]
+        (torch.Size([1, 4, 3]), True)
+    """
+    # A recorded call is looked at without its dropout, whose mask the model doesn't show.
+    observe = replace(observe, dropped_weights=False)
+    names = {module: name for name, module in model.named_modules()}
+    own = [module for module in names if isinstance(module, MultiHeadAttention)]
+    recording = Recording(list(names.values()))
+
+    def heard(call: Call) -> None:
+        request = check(call.query, call.key, call.value, call.mask, call.attn_bias, call.scale, 0.0)
+        finite, aside = set_aside(request)
+        # A layer of the model itself; one that was swapped in meanwhile has no name.
+        name = names.get(call.module, type(call.module).__name__)
+        recording._calls.setdefault(name, []).append(seen_of(request, finite, aside, call.context, observe))
+
+    with ExitStack() as stack:
+        if is_transformers_model(model):
+            stack.enter_context(listening(model, heard))
+        elif not own:
+            raise ValueError(
+                f"{type(model).__name__} has nothing to record: no clearhead.MultiHeadAttention among its "
+                f"{len(names)} modules, and it is no transformers model."
+            )
+        for module in own:
+            stack.enter_context(_listening_to(module, heard))
+        yield recording
+
+
+@contextmanager
+def _listening_to(mha: MultiHeadAttention, heard: Callable[[Call], None]) -> Iterator[None]:
+    """While this lasts, `heard` is called after every call of a clearhead module."""
+    itself = False
+
+    def before(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        nonlocal itself
+        query, key, *_rest = [*args, None, None]
+        query, key = options.get("query", query), options.get("key", key)
+        itself = key is None or key is query
+
+    def after(_: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], result: Any) -> None:
+        context = result[0] if isinstance(result, tuple) else result
+        mask, bias = options["mask"], options["attn_bias"]
+        mask = with_padded_queries(mask) if itself and isinstance(mask, Mask) else mask
+        query, key, value = args
+        heard(Call(mha, query, key, value, mask, bias, options["scale"], context))
+
+    handles = [
+        mha.register_forward_pre_hook(before, with_kwargs=True),
+        mha.core.register_forward_hook(after, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def with_padded_queries(mask: Mask) -> Mask:
+    """In self-attention, what is padding as a key is padding as a query: the mask with those queries hidden."""
+    for part in mask.parts if isinstance(mask, And) else (mask,):
+        if isinstance(part, KeyPadding):
+            same = QueryPadding(part.lengths, side=part.side) if part.real is None else QueryPadding(real=part.real)
+            mask = mask & same
+    return mask
