@@ -6,9 +6,11 @@ for the heads and queries asked for only.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,8 @@ from clearhead.observe import MAPS, STATISTICS, At, Observe, indices
 from clearhead.plan import TILE_ELEMENTS, tiles
 
 
-class Sight(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Sight:
     """What there is to see in one tile; hidden weights are 0, hidden scores -inf."""
 
     weights: Tensor  # (b, h, q, k)
@@ -32,6 +35,18 @@ class Sight(NamedTuple):
     query_positions: Tensor  # (q,), on the axis of the keys
     key_positions: Tensor  # (k,)
     tile: Tile
+
+    @cached_property
+    def max_weight(self) -> Tensor:
+        """The largest weight of each query; 0 in a dead row."""
+        return self.weights.amax(dim=-1)
+
+    @cached_property
+    def lse(self) -> Tensor:
+        """Log of the sum of exponentiated scores; -inf in a dead row."""
+        # The largest weight is exp(largest score - lse): two maxima instead of another pass of exponentials.
+        found = self.scores.amax(dim=-1) - self.max_weight.log()
+        return torch.where(self.max_weight == 0, -torch.inf, found)
 
 
 def look(request: Request, aside: SetAside | None, observe: Observe) -> dict[str, Any]:
@@ -54,20 +69,12 @@ def look(request: Request, aside: SetAside | None, observe: Observe) -> dict[str
 # -- statistics ------------------------------------------------------------------------------------------------
 
 
-def _lse(sight: Sight) -> Tensor:
-    return torch.logsumexp(sight.scores, dim=-1)
-
-
 def _entropy(sight: Sight) -> Tensor:
     # -sum w log w with log w = score - lse: exact for small weights, and hidden ones count as 0.
-    log_weights = sight.scores - torch.logsumexp(sight.scores, dim=-1, keepdim=True)
+    log_weights = sight.scores - sight.lse[..., None]
     if sight.visible is not None:
         log_weights = log_weights.masked_fill(~sight.visible, 0.0)
     return -(sight.weights * log_weights).sum(dim=-1)
-
-
-def _max_weight(sight: Sight) -> Tensor:
-    return sight.weights.amax(dim=-1)
 
 
 def _distance(sight: Sight) -> Tensor:
@@ -138,9 +145,9 @@ def _measure(sight: Sight, observe: Observe) -> dict[str, Tensor]:
     found = {
         name: measure(sight)
         for name, measure in (
-            ("lse", _lse),
+            ("lse", operator.attrgetter("lse")),
             ("entropy", _entropy),
-            ("max_weight", _max_weight),
+            ("max_weight", operator.attrgetter("max_weight")),
             ("distance", _distance),
             ("received", _received),
         )

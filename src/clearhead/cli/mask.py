@@ -142,9 +142,8 @@ def _print_share(out: Console, parsed: Mask, L: int, S: int, *, drawn: bool) -> 
         for line in beside([part for part in (lines[:half], lines[half:]) if part], out.width):
             out.print(line)
         if len(shares) > MOST_ITEMS:
-            out.print(
-                Text(f"  and {len(shares) - MOST_ITEMS:,} more, {_percent(min(shares))} to {_percent(max(shares))}")
-            )
+            more = f"  and {len(shares) - MOST_ITEMS:,} more; all are between {_percent(min(shares))} and "
+            out.print(Text(f"{more}{_percent(max(shares))}"), soft_wrap=True)
 
 
 def _shares(parsed: Mask, L: int, S: int) -> list[float]:

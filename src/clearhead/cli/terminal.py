@@ -30,7 +30,7 @@ VALUE_STEPS = (0.25, 0.5, 1.0, 2.0)
 WEIGHT_LEGEND = f"░ from 0.05  ▒ 0.1  ▓ 0.2  █ 0.4  {HIDDEN} hidden"
 VALUE_LEGEND = "░ from 0.25  ▒ 0.5  ▓ 1  █ 2  in size; - before a shade: negative"
 _LONGEST_ERROR = 600
-_ASCII = {"■": "#", HIDDEN: ".", "░": ":", "▒": "+", "▓": "x", "█": "#", "─": "-", "√": "sqrt", "ᵀ": "^T", "≈": "="}
+_ASCII = {"■": "#", HIDDEN: ".", "░": ":", "▒": "+", "▓": "x", "█": "#", "─": "-", "√": "sqrt ", "ᵀ": "^T", "≈": "="}
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -181,8 +181,8 @@ def labelled(
         header.append(_ticks(columns, pitch, right), style="dim")
         lines.append(header)
     for index, line in enumerate(picture):
-        front = Text(f"{rows[index]!s:>{margin}} ", style="dim") if rows else Text()
-        lines.append(front + line)
+        front = f"{rows[index]!s:>{margin}} " if rows else ""
+        lines.append(Text.assemble((front, "dim"), line))
     return lines
 
 

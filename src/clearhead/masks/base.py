@@ -157,13 +157,7 @@ class Mask:
         """
         B, H = self._own_sizes(L, S)
         total = B * H * L * S
-        visible = 0
-        step = max(1, _TILE_ELEMENTS // max(1, B * H * S))
-        for start in range(0, L, step):
-            rows = slice(start, min(L, start + step))
-            tile = Tile(ALL, ALL, rows, ALL, L, S, self.device or torch.device("cpu"))
-            visible += int(self._tile(tile).expand(B, H, rows.stop - start, S).sum())
-        return visible / total if total else 0.0
+        return int(self._visible_by_key(ALL, ALL, range(L), L, S).sum()) / total if total else 0.0
 
     def explain(self, L: int, S: int, *, query: int, key: int, batch: int = 0, head: int = 0) -> str:
         """Why one pair is visible or hidden: a line for the verdict, then one for each part of the mask.
@@ -186,17 +180,17 @@ class Mask:
               no   KeyPadding(lengths=[8, 5]): key 5 is padding, item 1 has 5 real keys
         """
         B, H = self._own_sizes(L, S)
-        # A mask that doesn't depend on the batch (or the heads) says the same for each item.
         q, k = _one_index("query", query, L), _one_index("key", key, S)
-        b = _one_index("batch", batch, B) if B > 1 else batch
-        h = _one_index("head", head, H) if H > 1 else head
+        # A mask that doesn't depend on the batch (or the heads) says the same for each item.
+        b = _one_index("batch", batch, B) if B != 1 else 0
+        h = _one_index("head", head, H) if H != 1 else 0
 
         def verdict(mask: Mask) -> bool:
             b_at, h_at, q_at, k_at = (torch.tensor(i, device=mask.device) for i in (b, h, q, k))
             return bool(mask._rule(b_at, h_at, q_at, k_at, L, S))
 
         word = "may" if verdict(self) else "may NOT"
-        lines = [f"query {q} {word} attend to key {k} (batch {b}, head {h})"]
+        lines = [f"query {q} {word} attend to key {k} (batch {batch}, head {head})"]
         for leaf in self._leaves():
             mark = "yes" if verdict(leaf) else "no "
             lines.append(f"  {mark}  {leaf!r}: {leaf._why(b, h, q, k, L, S)}")
@@ -214,17 +208,29 @@ class Mask:
             ■ ■ ■ ■ ■
         """
         B, H = self._own_sizes(L, S)
-        b = _one_index("batch", batch, B) if B > 1 else 0
-        h = _one_index("head", head, H) if H > 1 else 0
-        rows, columns = _cells(L, max_cells), _cells(S, max_cells)
-        device = self.device or torch.device("cpu")
+        b = _one_index("batch", batch, B) if B != 1 else 0
+        h = _one_index("head", head, H) if H != 1 else 0
+        columns = _cells(S, max_cells)
         lines = []
-        for r in rows:
-            tile = Tile(slice(b, b + 1), slice(h, h + 1), slice(r.start, r.stop), ALL, L, S, device)
-            block = self._tile(tile).expand(1, 1, len(r), S)[0, 0]
-            cells = [block[:, c.start : c.stop] for c in columns]
-            lines.append(" ".join("■" if c.all() else "▒" if c.any() else "·" for c in cells))
+        for r in _cells(L, max_cells):
+            visible = self._visible_by_key(slice(b, b + 1), slice(h, h + 1), r, L, S)[0, 0]
+            cells = [(int(visible[c.start : c.stop].sum()), len(r) * len(c)) for c in columns]
+            lines.append(" ".join("■" if n == whole else "▒" if n else "·" for n, whole in cells))
         return "\n".join(lines)
+
+    def _visible_by_key(self, batch: slice, heads: slice, queries: range, L: int, S: int) -> Tensor:
+        """How many of the queries may attend to each key: (b, h, S) int64, looking at few pairs at a time."""
+        B, H = (
+            1 if size == 1 else len(range(size)[part]) for size, part in zip(self._sizes, (batch, heads), strict=True)
+        )
+        device = self.device or torch.device("cpu")
+        counts = torch.zeros(B, H, S, dtype=torch.int64, device=device)
+        step = max(1, _TILE_ELEMENTS // max(1, B * H * S))
+        for start in range(queries.start, queries.stop, step):
+            rows = slice(start, min(queries.stop, start + step))
+            tile = self._tile(Tile(batch, heads, rows, ALL, L, S, device))
+            counts += tile.expand(-1, -1, rows.stop - start, S).sum(dim=2)
+        return counts
 
     def mask_mod(self, L: int, S: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """This mask as a ``mask_mod`` of ``torch.nn.attention.flex_attention`` for L queries and S keys.
@@ -244,9 +250,15 @@ class Mask:
 
     def _own_sizes(self, L: int, S: int) -> tuple[int, int]:
         """(B|1, H|1) of the mask itself, after checking that it fits L and S."""
-        B, H = self.axes.get("b", 1), self.axes.get("h", 1)
-        self._check(B, H, L, S)
-        return B, H
+        if min(L, S) < 0:
+            raise MaskError(f"the numbers of queries and keys must be >= 0, not L={L}, S={S}.")
+        self._check(*self._sizes, L, S)
+        return self._sizes
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """(B|1, H|1)."""
+        return self.axes.get("b", 1), self.axes.get("h", 1)
 
     # -- operators --------------------------------------------------------------------------------------------
 
@@ -313,6 +325,9 @@ class _Composite(Mask):
     """Parts combined pair by pair."""
 
     parts: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit together; here, so that the generated __init__ calls it in every subclass."""
 
     def _leaves(self) -> Iterator[Mask]:
         for part in self.parts:

@@ -7,6 +7,7 @@ operators ``& | ~``, parentheses, and literals (numbers, strings, True, False, N
 from __future__ import annotations
 
 import ast
+import warnings
 
 from clearhead.errors import MaskError
 from clearhead.masks import kinds
@@ -42,7 +43,9 @@ def parse_mask(text: str) -> Mask:
     if depth > MAX_DEPTH:
         raise MaskError(f"mask expression: {depth:,} levels or operators are more than the {MAX_DEPTH} allowed.")
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a foreign text: it is refused or not, and that's all
+            tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else "not an expression"
         column = f", column {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
@@ -83,7 +86,7 @@ def _literal(node: ast.expr) -> object:
         if not isinstance(part, allowed):
             raise _refused(node, "arguments must be numbers, strings, True, False, None or lists of them")
         if isinstance(part, ast.Constant) and isinstance(part.value, int) and part.value >= 2**31:
-            raise _refused(part, f"{str(part.value)[:20]}... is too large a number")
+            raise _refused(part, f"a number of {part.value.bit_length()} bits is too large")
     try:
         return ast.literal_eval(node)
     except ValueError:

@@ -1,0 +1,1 @@
+"""Timings, as ratios against a peer measured in the same run."""

@@ -1,0 +1,219 @@
+"""The truth: attention as a double loop in NumPy float64, with mask rules of its own.
+
+Nothing here imports the library. A mask is a function ``sees(b, h, q, k) -> bool`` on plain integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+Sees = Callable[[int, int, int, int], bool]
+Array = np.ndarray
+
+# -- masks -----------------------------------------------------------------------------------------------------
+
+
+def everything() -> Sees:
+    return lambda b, h, q, k: True
+
+
+def causal(shift: int) -> Sees:
+    """Query q stands at position q + shift."""
+    return lambda b, h, q, k: not k > q + shift
+
+
+def window(left: int | None, right: int | None, shift: int) -> Sees:
+    def sees(b: int, h: int, q: int, k: int) -> bool:
+        here = q + shift
+        too_early = left is not None and k < here - left
+        too_late = right is not None and k > here + right
+        return not too_early and not too_late
+
+    return sees
+
+
+def key_padding(lengths: Sequence[int], side: str, S: int) -> Sees:
+    def sees(b: int, h: int, q: int, k: int) -> bool:
+        n = lengths[b]
+        return k in (range(n) if side == "right" else range(S - n, S))
+
+    return sees
+
+
+def query_padding(lengths: Sequence[int], side: str, L: int) -> Sees:
+    by_key = key_padding(lengths, side, L)
+    return lambda b, h, q, k: by_key(b, h, 0, q)
+
+
+def segments(query_ids: Sequence[Sequence[int]], key_ids: Sequence[Sequence[int]]) -> Sees:
+    return lambda b, h, q, k: query_ids[b % len(query_ids)][q] == key_ids[b % len(key_ids)][k]
+
+
+def prefix(lengths: Sequence[int]) -> Sees:
+    return lambda b, h, q, k: k < lengths[b % len(lengths)]
+
+
+def table(flags: Array, axes: str) -> Sees:
+    """A bool array whose axes are named by the letters; an axis of size 1 broadcasts."""
+
+    def sees(b: int, h: int, q: int, k: int) -> bool:
+        at = {"b": b, "h": h, "q": q, "k": k}
+        return bool(flags[tuple(at[a] if n != 1 else 0 for a, n in zip(axes, flags.shape, strict=True))])
+
+    return sees
+
+
+def both(first: Sees, second: Sees) -> Sees:
+    return lambda b, h, q, k: first(b, h, q, k) and second(b, h, q, k)
+
+
+def either(first: Sees, second: Sees) -> Sees:
+    return lambda b, h, q, k: first(b, h, q, k) or second(b, h, q, k)
+
+
+def negated(first: Sees) -> Sees:
+    return lambda b, h, q, k: not first(b, h, q, k)
+
+
+# -- attention -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Everything about one call. Indices: b batch, h query head, g its key/value head, q query, k key."""
+
+    query: Array  # (B, Hq, L, E)
+    key: Array  # (B, Hkv, S, E)
+    value: Array  # (B, Hkv, S, Ev)
+    scale: float
+    scores: Array  # (B, Hq, L, S), with the bias, hidden pairs too
+    visible: Array  # bool, the same shape
+    weights: Array
+    output: Array  # (B, Hq, L, Ev)
+    lse: Array  # (B, Hq, L)
+    entropy: Array
+    max_weight: Array
+    distance: Array
+    received: Array  # (B, Hq, S)
+
+    def _group(self, h: int) -> int:
+        return h // (self.query.shape[1] // self.key.shape[1])
+
+    @property
+    def masked_scores(self) -> Array:
+        return np.where(self.visible, self.scores, -np.inf)
+
+    @cached_property
+    def alive(self) -> Array:
+        return self.visible.any(axis=-1)
+
+    def top_k(self, k: int) -> tuple[Array, Array]:
+        B, H, L, S = self.scores.shape
+        weights, indices = np.zeros((B, H, L, k)), np.full((B, H, L, k), -1)
+        for b, h, q in np.ndindex(B, H, L):
+            seen = [j for j in range(S) if self.visible[b, h, q, j]]
+            for n, j in enumerate(sorted(seen, key=lambda j: -self.weights[b, h, q, j])[:k]):  # noqa: B023
+                weights[b, h, q, n], indices[b, h, q, n] = self.weights[b, h, q, j], j
+        return weights, indices
+
+    def offsets(self, distances: Sequence[int]) -> Array:
+        B, H, L, S = self.scores.shape
+        found = np.zeros((B, H, L, len(distances)))
+        for b, h, q in np.ndindex(B, H, L):
+            for n, distance in enumerate(distances):
+                k = q + S - L - distance
+                if 0 <= k < S:
+                    found[b, h, q, n] = self.weights[b, h, q, k]
+        return found
+
+    def mass(self, keys: Array) -> Array:
+        B, H, L, S = self.scores.shape
+        found = np.zeros((B, H, L))
+        for b, h, q in np.ndindex(B, H, L):
+            row = keys[b if len(keys) > 1 else 0]
+            found[b, h, q] = sum(self.weights[b, h, q, k] for k in range(S) if row[k])
+        return found
+
+    def pooled(self, n: int) -> tuple[Array, Array]:
+        """Mean and maximum over cells of queries x keys; a dead row counts in no mean."""
+        B, H, L, S = self.scores.shape
+        mean, top = np.zeros((B, H, n, n)), np.zeros((B, H, n, n))
+        for b, h, i, j in np.ndindex(B, H, n, n):
+            rows = range(math.floor(i * L / n), math.ceil((i + 1) * L / n))
+            columns = range(math.floor(j * S / n), math.ceil((j + 1) * S / n))
+            cell = [self.weights[b, h, q, k] for q in rows for k in columns if self.alive[b, h, q]]
+            if cell:
+                mean[b, h, i, j], top[b, h, i, j] = sum(cell) / len(cell), max(cell)
+        return mean, top
+
+    def gradients(self, output: Array) -> tuple[dict[str, Array], dict[str, float]]:
+        """By hand, for a gradient of the output: of query, key, value and an L x S bias.
+
+        Also the largest sum of absolute terms of each, which is what its rounding errors are made of: a
+        gradient may cancel to nothing, as that of a query that sees one key does.
+        """
+        B, H, L, S = self.scores.shape
+        given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.scores}
+        found = {name: np.zeros_like(array) for name, array in given.items()}
+        terms = {name: np.zeros_like(array) for name, array in given.items()}
+        for b, h, q in np.ndindex(B, H, L):
+            g, weights, by_output = self._group(h), self.weights[b, h, q], output[b, h, q]
+            by_weight = [float(by_output @ self.value[b, g, k]) for k in range(S)]
+            sizes = [float(np.abs(by_output) @ np.abs(self.value[b, g, k])) for k in range(S)]
+            mean = sum(weights[k] * by_weight[k] for k in range(S))
+            mean_size = sum(weights[k] * sizes[k] for k in range(S))
+            for k in range(S):
+                score = weights[k] * (by_weight[k] - mean)
+                found["value"][b, g, k] += weights[k] * by_output
+                found["query"][b, h, q] += score * self.scale * self.key[b, g, k]
+                found["key"][b, g, k] += score * self.scale * self.query[b, h, q]
+                found["bias"][b, h, q, k] += score
+                size = weights[k] * (sizes[k] + mean_size)
+                terms["value"][b, g, k] += weights[k] * np.abs(by_output)
+                terms["query"][b, h, q] += size * np.abs(self.scale * self.key[b, g, k])
+                terms["key"][b, g, k] += size * np.abs(self.scale * self.query[b, h, q])
+                terms["bias"][b, h, q, k] += size
+        return found, {name: float(array.max(initial=0.0)) for name, array in terms.items()}
+
+
+def attend(
+    query: Array, key: Array, value: Array, sees: Sees, bias: Array | None = None, scale: float | None = None
+) -> Truth:
+    """The double loop. Four axes each; `bias` broadcasts to (B, Hq, L, S) and its -inf hides."""
+    B, H, L, E = query.shape
+    S, Ev = key.shape[2], value.shape[3]
+    group = H // key.shape[1]
+    scale = 1 / math.sqrt(max(E, 1)) if scale is None else scale
+    bias = np.broadcast_to(0.0 if bias is None else bias, (B, H, L, S))
+    scores, weights = np.zeros((B, H, L, S)), np.zeros((B, H, L, S))
+    visible = np.zeros((B, H, L, S), dtype=bool)
+    output, received = np.zeros((B, H, L, Ev)), np.zeros((B, H, S))
+    lse, entropy = np.full((B, H, L), -np.inf), np.zeros((B, H, L))
+    max_weight, distance = np.zeros((B, H, L)), np.zeros((B, H, L))
+    for b, h, q in np.ndindex(B, H, L):
+        at, g = (b, h, q), h // group
+        for k in range(S):
+            scores[b, h, q, k] = scale * float(query[b, h, q] @ key[b, g, k]) + bias[b, h, q, k]
+            visible[b, h, q, k] = sees(b, h, q, k) and bias[b, h, q, k] != -np.inf
+        seen = [k for k in range(S) if visible[b, h, q, k]]
+        if not seen:
+            continue
+        top = max(scores[b, h, q, k] for k in seen)
+        lse[at] = top + math.log(math.fsum(math.exp(scores[b, h, q, k] - top) for k in seen))
+        for k in seen:
+            log_weight = scores[b, h, q, k] - lse[at]
+            weight = math.exp(log_weight)
+            weights[b, h, q, k] = weight
+            output[at] += weight * value[b, g, k]
+            entropy[at] -= weight * log_weight
+            max_weight[at] = max(max_weight[at], weight)
+            distance[at] += weight * abs(q + S - L - k)
+            received[b, h, k] += weight
+    return Truth(
+        query, key, value, scale, scores, visible, weights, output, lse, entropy, max_weight, distance, received
+    )

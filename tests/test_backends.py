@@ -1,0 +1,158 @@
+"""Every backend against the double loop, over the whole table; which one runs; what each declines."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, EMPTY, FACTORS, PAIRS, SINGLE, Case, level_pairs
+from conformance import (
+    TILINGS,
+    check_declines,
+    check_gradients,
+    check_output,
+    expected_reasons,
+    tiling,
+)
+
+import clearhead as ch
+from clearhead.backends import BACKENDS
+
+ALL = [*CASES, *EMPTY]
+# The reference knows no tiles.
+RUNS = [(name, cut) for name in BACKENDS for cut in TILINGS if name != "reference" or cut == "whole"]
+
+
+def test_the_table_covers_every_pair_of_levels() -> None:
+    covered = set().union(*(level_pairs(case) for case in SINGLE))
+    for f, g in combinations(FACTORS, 2):
+        missing = {(f, a, g, b) for a in FACTORS[f] for b in FACTORS[g]} - covered
+        assert not missing
+
+
+def test_the_table_has_every_pair_of_masks() -> None:
+    assert {case.mask for case in CASES} >= set(PAIRS)
+
+
+@pytest.mark.parametrize(("backend", "cut"), RUNS)
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_output_and_gradients(case: Case, backend: str, cut: str) -> None:
+    reasons = expected_reasons(case, backend)
+    if reasons:
+        check_declines(case, backend, reasons)
+        return
+    bias_reasons = expected_reasons(case, backend, bias_grad=True)
+    if bias_reasons:
+        check_declines(case, backend, bias_reasons, bias_grad=True)
+    with tiling(cut):
+        check_output(case, backend)
+        check_gradients(case, backend, bias_grad=not bias_reasons)
+
+
+@pytest.mark.parametrize("cut", TILINGS)
+@pytest.mark.parametrize("case", ALL[::5], ids=str)
+def test_the_default_backend_is_right_too(case: Case, cut: str) -> None:
+    with tiling(cut):
+        check_output(case, None)
+        check_gradients(case, None)
+
+
+# -- who ran ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the backends whose `run` is called, in order."""
+    names: list[str] = []
+    for name, backend in BACKENDS.items():
+
+        def run(self: Any, request: Any, name: str = name, original: Any = type(backend).run) -> Any:
+            names.append(name)
+            return original(self, request)
+
+        monkeypatch.setattr(type(backend), "run", run)
+    return names
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_backend_named_runs(backend: str, ran: list[str]) -> None:
+    x = torch.randn(2, 3, 5, 7)
+    ch.attention(x, x, x, backend=backend)
+    ch.attention(x, x, x, backend=backend, observe=ch.Observe(entropy=True, weights=True))
+    assert ran == [backend, backend]
+
+
+@pytest.mark.parametrize("mask", [None, ch.Causal(), ch.KeyPadding([5, 3]), ch.Window(1, 0)], ids=repr)
+def test_torchs_kernel_runs_for_sdpa_and_for_no_other(mask: ch.Mask | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    x = torch.randn(2, 3, 5, 7)
+    for backend in BACKENDS:
+        calls = 0
+        ch.attention(x, x, x, mask, backend=backend)
+        assert (calls > 0) == (backend == "sdpa")
+
+
+@pytest.mark.parametrize("case", ALL[::3], ids=str)
+def test_the_first_backend_that_can_is_the_default(case: Case, ran: list[str]) -> None:
+    given = case.inputs()
+    ch.attention(given.query, given.key, given.value, **given.options())
+    assert ran == [next(name for name in BACKENDS if not expected_reasons(case, name))]
+
+
+def test_asking_to_look_does_not_change_the_backend(ran: list[str]) -> None:
+    x = torch.randn(2, 3, 5, 7)
+    ch.attention(x, x, x, ch.Causal())
+    ch.attention(x, x, x, ch.Causal(), observe=ch.Observe.all())
+    assert ran[0] == ran[1]
+    assert len(ran) == 2
+
+
+def test_fused_before_plain_before_whole() -> None:
+    order = [name for name in BACKENDS if name in ("sdpa", "blockwise", "reference")]
+    assert order == ["sdpa", "blockwise", "reference"]
+
+
+def test_dropout_is_left_to_plain_torch(ran: list[str]) -> None:
+    x = torch.randn(2, 3, 5, 7)
+    ch.attention(x, x, x, dropout_p=0.1)
+    assert ran == ["blockwise"]
+
+
+# -- errors ----------------------------------------------------------------------------------------------------
+
+
+def test_a_declined_call_names_every_reason() -> None:
+    x = torch.randn(2, 3, 5, 7)
+    bias = torch.zeros(5, 5, requires_grad=True)
+    with pytest.raises(
+        ch.BackendError, match=r"'sdpa' can't do this call: head widths differ \(E=7, Ev=2\)"
+    ) as caught:
+        ch.attention(x, x, x[..., :2], attn_bias=bias, scale=-1.0, dropout_p=0.5, backend="sdpa")
+    for reason in ("dropout", "scale -1 <= 0", "the bias needs a gradient"):
+        assert reason in str(caught.value)
+
+
+def test_if_no_backend_can_each_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend in BACKENDS.values():
+        monkeypatch.setattr(type(backend), "reasons", lambda self, request: [f"{self.name} is out", "so sorry"])
+    x = torch.randn(2, 3, 5, 7)
+    with pytest.raises(ch.BackendError, match="no backend can do this call") as caught:
+        ch.attention(x, x, x)
+    for name in BACKENDS:
+        assert f"{name}: {name} is out; so sorry." in str(caught.value)
+
+
+def test_an_unknown_backend_is_named_beside_the_known() -> None:
+    x = torch.randn(2, 3, 5, 7)
+    with pytest.raises(ValueError, match=r"no backend 'flash': choose from .*sdpa.*reference"):
+        ch.attention(x, x, x, backend="flash")

@@ -1,0 +1,334 @@
+"""One table of wrong calls, each with what its message must say; and no work is done before it is said."""
+# ruff: noqa: E501 - tables read by rows: one wrong call a line
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from clearhead import (
+    Allowed,
+    At,
+    BackendError,
+    Blocked,
+    Causal,
+    KeyPadding,
+    MaskError,
+    Observe,
+    Prefix,
+    QueryPadding,
+    Segments,
+    ShapeError,
+    Window,
+)
+
+B, H, L, S, E = 2, 3, 5, 7, 4
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.bool)
+
+
+def call(
+    query: tuple[int, ...] = (B, H, L, E),
+    key: tuple[int, ...] = (B, H, S, E),
+    value: tuple[int, ...] | None = None,
+    **options: Any,
+) -> Callable[[], object]:
+    return lambda: ch.attention(zeros(*query), zeros(*key), zeros(*(key if value is None else value)), **options)
+
+
+def typed(*dtypes: torch.dtype) -> Callable[[], object]:
+    q, k, v = (zeros(B, H, n, E, dtype=dtype) for n, dtype in zip((L, S, S), dtypes, strict=True))
+    return lambda: ch.attention(q, k, v)
+
+
+def masked(mask: Any, **shapes: tuple[int, ...]) -> Callable[[], object]:
+    return call(mask=mask, **shapes)
+
+
+SHOWN = r"query \(2, 3, 5, 4\), key \(2, 3, 7, 4\), value"
+
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    # Shapes.
+    "width": (call(key=(B, H, S, 5)), ShapeError, r"same width E: 4 and 5 in query \(2, 3, 5, 4\), key \(2, 3, 7, 5\)"),
+    "length": (call(value=(B, H, 6, E)), ShapeError, rf"same length S: 7 and 6 in {SHOWN} \(2, 3, 6, 4\)"),
+    "batch": (call(key=(3, H, S, E)), ShapeError, r"same batch size B: got query \(2, 3, 5, 4\), key \(3, 3, 7, 4\)"),
+    "batch of 1": (call(key=(1, H, S, E)), ShapeError, r"same batch size B: got .*key \(1, 3, 7, 4\)"),
+    "heads of value": (call(value=(B, 1, S, E)), ShapeError, r"same number of heads: 3 and 1"),
+    "groups": (call(key=(B, 2, S, E)), ShapeError, r"3 is not a multiple of 2 in .*Axes are \(B, H, L, E\)"),
+    "heads last": (call((B, L, H, E), (B, S, H, E)), ShapeError, r"5 is not a multiple of 7 .*heads before length"),
+    "more key heads": (call(key=(B, 6, S, E)), ShapeError, r"3 is not a multiple of 6"),
+    "no heads": (call((B, 0, L, E), (B, 0, S, E)), ShapeError, r"0 is not a multiple of 0"),
+    "no key heads": (call(key=(B, 0, S, E)), ShapeError, r"3 is not a multiple of 0"),
+    "one axis": (call((E,), (E,)), ShapeError, r"expected query \(B, Hq, L, E\), .* got query \(4,\)"),
+    "five axes": (call((1, B, H, L, E), (1, B, H, S, E)), ShapeError, r"got query \(1, 2, 3, 5, 4\)"),
+    "mixed axes": (call(key=(B, S, E)), ShapeError, r"all three without the head axis.*key \(2, 7, 4\)"),
+    # Dtypes and kinds.
+    "dtypes": (typed(torch.float32, torch.float64, torch.float32), ShapeError, r"not float32, float64, float32"),
+    "half value": (typed(torch.float32, torch.float32, torch.bfloat16), ShapeError, r"float32, float32, bfloat16"),
+    "integers": (typed(*[torch.int64] * 3), ShapeError, r"one floating-point dtype, not int64, int64, int64"),
+    "complex": (typed(*[torch.complex64] * 3), ShapeError, r"one floating-point dtype, not complex64"),
+    "bool": (typed(*[torch.bool] * 3), ShapeError, r"one floating-point dtype, not bool"),
+    "list": (lambda: ch.attention([[1.0]], zeros(1, 1), zeros(1, 1)), TypeError, r"query must be a torch.Tensor, not list"),  # type: ignore[call-overload]
+    "no value": (lambda: ch.attention(zeros(1, 1), zeros(1, 1), None), TypeError, r"value must be a torch.Tensor, not NoneType"),  # type: ignore[call-overload]
+    "devices": (
+        lambda: ch.attention(zeros(L, E), zeros(S, E).to("meta"), zeros(S, E)),
+        ShapeError,
+        r"must be on one device, not cpu, meta, cpu",
+    ),
+    # Masks that don't fit.
+    "lengths for another batch": (masked(KeyPadding([5, 3, 1])), MaskError, r"KeyPadding\(lengths=\[5, 3, 1\]\) is for 3 batch, but the inputs have 2 batch \(B=2, H=3, L=5, S=7\)"),
+    "a length too long": (masked(KeyPadding([7, 8])), MaskError, r"KeyPadding\(lengths=\[7, 8\]\): a length of 8 is more than the 7 keys there are"),
+    "a query length too long": (masked(QueryPadding([6, 1])), MaskError, r"a length of 6 is more than the 5 queries there are"),
+    "real for other keys": (masked(KeyPadding(real=ones(B, 6))), MaskError, r"is for 6 keys, but the inputs have 7 keys"),
+    "real of one key": (masked(KeyPadding(real=ones(B, 1))), MaskError, r"is for 1 keys, but the inputs have 7"),
+    "real for other queries": (masked(QueryPadding(real=ones(B, S))), MaskError, r"is for 7 queries, but the inputs have 5 queries"),
+    "segments": (masked(Segments(torch.zeros(B, L, dtype=torch.int64))), MaskError, r"is for 5 keys, but the inputs have 7 keys"),
+    "segments of one": (masked(Segments([0] * L, [0])), MaskError, r"ids for 5 queries and 1 keys, but the inputs have L=5 and S=7"),
+    "prefix too long": (masked(Prefix(8)), MaskError, r"Prefix\(lengths=\[8\]\): a prefix of 8 keys is longer than the 7 keys there are"),
+    "allowed": (masked(Allowed(ones(4, 7), axes="hk")), MaskError, r"is for 4 heads, but the inputs have 3 heads"),
+    "inside a joined mask": (masked(Causal() & ~(Window(1) | Prefix(8))), MaskError, r"a prefix of 8 keys is longer than the 7"),
+    # Bare tensors.
+    "ambiguous": (masked(ones(5, 5), query=(5, H, 5, E), key=(5, H, 5, E)), MaskError, r"a mask \(5, 5\) can mean \(L, S\) or \(B, S\) here, since B = L = 5: say which"),
+    "bare (B, S)": (masked(ones(B, S)), MaskError, r"must be \(L, S\) = \(5, 7\) or \(B\|1, H\|1, L, S\) with four axes, not \(2, 7\): name its axes"),
+    "bare (S, L)": (masked(ones(S, L)), MaskError, r"\(L, S\) = \(5, 7\) .* not \(7, 5\)"),
+    "bare (B, L, S)": (masked(ones(B, L, S)), MaskError, r"with four axes, not \(2, 5, 7\): name its axes, as in Allowed\(m, axes='bqk'\)"),
+    "bare (B*H, L, S)": (masked(ones(B * H, L, S)), MaskError, r"not \(6, 5, 7\)"),
+    "bare 3-D, no heads": (masked(ones(B, L, S), query=(B, L, E), key=(B, S, E)), MaskError, r"not \(2, 5, 7\)"),
+    "bare (S,)": (masked(ones(S)), MaskError, r"not \(7,\)"),
+    "bare four axes": (masked(ones(B, 2, L, S)), MaskError, r"is for 2 heads, but the inputs have 3 heads"),
+    "float mask": (masked(zeros(L, S)), MaskError, r"must be bool, True = may attend, not torch.float32 \(5, 7\): .*attn_bias=m"),
+    "integer mask": (masked(torch.ones(L, S, dtype=torch.int64)), MaskError, r"must be bool, True = may attend, not torch.int64 \(5, 7\): .*Allowed\(m\.bool\(\)"),
+    "float mask, four axes": (masked(zeros(B, 1, L, S)), MaskError, r"not torch.float32 \(2, 1, 5, 7\)"),
+    "a list": (masked([[True]]), TypeError, r"mask must be a clearhead mask, a bool tensor or None, not list"),
+    "a class": (masked(Causal), TypeError, r"mask must be a clearhead mask, a bool tensor or None, not type"),
+    "text": (masked("causal"), TypeError, r"not str: for example Causal\(\)"),
+    "mask elsewhere": (masked(KeyPadding([5, 3]).to("meta")), ShapeError, r"the mask is on meta, the query on cpu: use mask.to\('cpu'\)"),
+    # Biases.
+    "bias shape": (call(attn_bias=zeros(B, L, S)), ShapeError, r"\(L\|1, S\|1\) or \(B\|1, H\|1, L\|1, S\|1\) with B=2, H=3, L=5, S=7, not \(2, 5, 7\)"),
+    "bias size": (call(attn_bias=zeros(L, 6)), ShapeError, r"with B=2, H=3, L=5, S=7, not \(5, 6\)"),
+    "bias, no heads": (call((B, L, E), (B, S, E), attn_bias=zeros(3, L, S)), ShapeError, r"or \(B\|1, L\|1, S\|1\) with B=2, H=1, L=5, S=7, not \(3, 5, 7\)"),
+    "bool bias": (call(attn_bias=ones(L, S)), ShapeError, r"added to the scores, not torch.bool. Flags go in mask="),
+    "a number as bias": (call(attn_bias=1.0), ShapeError, r"must be a floating-point tensor, added to the scores, not float"),
+    # Numbers.
+    "dropout 2": (call(dropout_p=2), ValueError, r"dropout_p must be between 0 and 1, not 2"),
+    "dropout -0.1": (call(dropout_p=-0.1), ValueError, r"dropout_p must be between 0 and 1, not -0.1"),
+    "dropout nan": (call(dropout_p=math.nan), ValueError, r"dropout_p must be between 0 and 1, not nan"),
+    "scale nan": (call(scale=math.nan), ValueError, r"scale must be a finite number, not nan"),
+    "scale inf": (call(scale=-math.inf), ValueError, r"scale must be a finite number, not -inf"),
+    # Backends.
+    "unknown backend": (call(backend="flash"), ValueError, r"there is no backend 'flash': choose from .*sdpa, .*blockwise, .*reference"),
+    "sdpa with dropout": (call(backend="sdpa", dropout_p=0.5), BackendError, r"backend 'sdpa' can't do this call: dropout: torch would materialise L x S"),
+    "sdpa with widths": (call(value=(B, H, S, 5), backend="sdpa"), BackendError, r"head widths differ \(E=4, Ev=5\)"),
+    "sdpa with scale": (call(backend="sdpa", scale=-0.5), BackendError, r"scale -0.5 <= 0"),
+    "every reason": (call(value=(B, H, S, 5), backend="sdpa", dropout_p=0.5, scale=0.0), BackendError, r"widths differ .*; dropout: .*; scale 0 <= 0"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any use of the inputs' values raises."""
+
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("work was done before the error")
+
+    for name in ("set_aside", "look"):
+        monkeypatch.setattr(ch.functional, name, work)
+    for backend in ch.backends.BACKENDS.values():
+        monkeypatch.setattr(type(backend), "run", work)
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_call(wrong: Callable[[], object], kind: type[Exception], message: str, no_work: None) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        wrong()
+    assert caught.type is kind
+
+
+@pytest.mark.xfail(strict=True, reason="the message spells out a mask of up to 1,024 elements: 6,000 characters here")
+def test_a_message_stays_short_enough_to_read() -> None:
+    with pytest.raises(MaskError, match="is for 32 queries") as caught:
+        call(mask=Allowed(ones(32, 32), axes="qk"))()
+    assert len(str(caught.value)) < 500
+
+
+def test_the_spy_would_tell(no_work: None) -> None:
+    with pytest.raises(AssertionError, match="work was done"):
+        call()()
+
+
+def test_a_value_of_four_million_rows(no_work: None) -> None:
+    """Torch's kernel reads past the key's buffer here, and crashes; nothing may touch it before the error."""
+    query, value = zeros(1, 1, 5, 8), torch.empty(4_000_000, 8)[None, None]
+    with pytest.raises(ShapeError, match=r"same length S: 5 and 4000000 in .*value \(1, 1, 4000000, 8\)"):
+        ch.attention(query, query, value)
+
+
+@pytest.mark.xfail(strict=True, reason="what `observe` asks for is checked after the output is computed")
+@pytest.mark.parametrize(
+    ("observe", "kind", "message"),
+    [
+        (Observe(weights=At(heads=3)), IndexError, r"At\(heads=3\) is out of range: there are 3 heads \(-3 to 2\)"),
+        (Observe(mass={"cls": ones(1, 6)}), ShapeError, r"must be \(B\|1, S\) with B=2, S=7, not \(1, 6\)"),
+    ],
+)
+def test_a_wrong_observation_is_told_before_the_work(
+    observe: Observe, kind: type[Exception], message: str, no_work: None
+) -> None:
+    with pytest.raises(kind, match=message):
+        call(observe=observe)()
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (At(heads=3), r"At\(heads=3\) is out of range: there are 3 heads \(-3 to 2\)"),
+        (At(heads=[0, -4]), r"At\(heads=-4\) is out of range: there are 3 heads"),
+        (At(queries=5), r"At\(queries=5\) is out of range: there are 5 queries \(-5 to 4\)"),
+        (At(keys=[7]), r"At\(keys=7\) is out of range: there are 7 keys \(-7 to 6\)"),
+    ],
+)
+def test_at_out_of_range(at: At, message: str) -> None:
+    for name in ("weights", "scores", "masked_scores", "dropped_weights"):
+        with pytest.raises(IndexError, match=message):
+            call(observe=Observe(**{name: at}))()
+
+
+@pytest.mark.xfail(strict=True, raises=AttributeError, reason="'bool' object has no attribute 'asks', after the work")
+def test_observe_is_an_observe() -> None:
+    with pytest.raises(TypeError, match="observe"):
+        call(observe=True)()
+
+
+MALFORMED: dict[str, tuple[Callable[[], object], str]] = {
+    "align": (lambda: Causal(align="middle"), r"Causal: align must be 'end' or 'start', not 'middle'"),  # type: ignore[arg-type]
+    "window align": (lambda: Window(1, align="left"), r"Window: align must be 'end' or 'start', not 'left'"),  # type: ignore[arg-type]
+    "negative width": (lambda: Window(left=-1), r"Window: left must be a number of keys >= 0, or None for no limit, not -1"),
+    "float width": (lambda: Window(right=1.5), r"Window: right must be .* not 1.5"),  # type: ignore[arg-type]
+    "bool width": (lambda: Window(right=True), r"Window: right must be .* not True"),
+    "neither": (lambda: KeyPadding(), r"KeyPadding takes either lengths=\(B,\) or real=\(B, K\): exactly one"),
+    "both": (lambda: QueryPadding([1], real=[[1]]), r"QueryPadding takes either lengths=\(B,\) or real=\(B, Q\)"),
+    "side": (lambda: KeyPadding([1], side="top"), r"KeyPadding: side must be 'right' or 'left', not 'top'"),  # type: ignore[arg-type]
+    "side of real": (lambda: KeyPadding(real=[[1, 0]], side="left"), r"side goes with lengths=; real= already says"),
+    "negative length": (lambda: KeyPadding([3, -2]), r"KeyPadding: lengths must be >= 0, but one is -2"),
+    "float lengths": (lambda: KeyPadding([1.0]), r"KeyPadding: lengths must be integers, not torch.float32"),  # type: ignore[list-item]
+    "two axes": (lambda: Prefix([[1, 2]]), r"Prefix: lengths must be an int or \(B,\), not \(1, 2\)"),  # type: ignore[list-item]
+    "one axis of real": (lambda: KeyPadding(real=ones(3)), r"real must have two axes, \(batch, tokens\), not \(3,\)"),
+    "float real": (lambda: KeyPadding(real=zeros(2, 3)), r"real must be bool or 0/1 integers, not torch.float32"),
+    "ids as real": (lambda: KeyPadding(real=[[5, 0, 7]]), r"but it holds 0 to 7\. From token ids: KeyPadding.from_ids"),
+    "negative real": (lambda: KeyPadding(real=[[1, -1]]), r"but it holds -1 to 1"),
+    "float ids": (lambda: KeyPadding.from_ids(zeros(2, 3)), r"from_ids takes integer token ids \(B, L\), not \(2, 3\) torch.float32"),
+    "flat ids": (lambda: QueryPadding.from_ids(torch.ones(3).long()), r"QueryPadding.from_ids takes integer token ids \(B, L\), not \(3,\)"),
+    "list of ids": (lambda: KeyPadding.from_ids([[1, 0]]), r"not list"),  # type: ignore[arg-type]
+    "segment batches": (lambda: Segments(torch.ones(2, 3).long(), torch.ones(3, 4).long()), r"query_ids \(2, 3\) and key_ids \(3, 4\) must have the same batch size"),
+    "float segments": (lambda: Segments([0.5]), r"Segments: query_ids must be integers, not torch.float32"),  # type: ignore[list-item]
+    "segment axes": (lambda: Segments(torch.ones(1, 2, 3).long()), r"query_ids must be \(B, tokens\) or \(tokens,\), not \(1, 2, 3\)"),
+    "letters": (lambda: Allowed(ones(2, 3), axes="qx"), r"Allowed: axes must be letters of 'bhqk' .* not 'qx'"),
+    "letters twice": (lambda: Blocked(ones(2, 3), axes="qq"), r"Blocked: axes must be .* each at most once, not 'qq'"),
+    "too few letters": (lambda: Blocked(ones(2, 3), axes="k"), r"axes='k' names 1 axes, but the tensor \(2, 3\) has 2"),
+    "number mask": (lambda: Allowed(zeros(2, 3), axes="qk"), r"Allowed takes a bool tensor, not torch.float32: .*attn_bias="),
+    "0/1 mask": (lambda: Blocked([[0, 1]], axes="bk"), r"Blocked takes a bool tensor, not torch.int64: .*Blocked\(t.bool\(\)"),
+    "ragged": (lambda: Allowed([[True], [True, False]], axes="qk"), r"Allowed takes a tensor or nested lists of equal lengths"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "message"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_mask(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(MaskError, match=message):
+        build()
+
+
+@pytest.mark.xfail(strict=True, reason="a width from 2**63 on wraps around in the comparison: everything is hidden")
+def test_a_window_wider_than_an_int64() -> None:
+    assert Window(left=2**63).dense(2, 2).any()
+
+
+@pytest.mark.xfail(strict=True, reason="the advice 'or with 1 to broadcast' is wrong for padding and segments")
+def test_no_advice_to_broadcast_one_token() -> None:
+    with pytest.raises(MaskError, match="is for 6 keys") as caught:
+        call(mask=KeyPadding(real=ones(B, 6)))()
+    assert "with 1 to" not in str(caught.value)
+
+
+OBSERVE: dict[str, tuple[dict[str, Any], str]] = {
+    "top_k": ({"top_k": 0}, r"Observe\(top_k=\.\.\.\) takes a number >= 1, not 0"),
+    "top_k flag": ({"top_k": True}, r"takes a number >= 1, not True"),
+    "pooled": ({"pooled": 1.5}, r"Observe\(pooled=\.\.\.\) takes a number >= 1, not 1.5"),
+    "weights": ({"weights": 3}, r"Observe\(weights=\.\.\.\) takes True or an At, not 3"),
+    "mass": ({"mass": {"cls": [0]}}, r"Observe\(mass=\{'cls': \.\.\.\}\) takes a bool tensor \(B\|1, S\)"),
+    "float mass": ({"mass": {"cls": zeros(1, 7)}}, r"takes a bool tensor"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), OBSERVE.values(), ids=OBSERVE.keys())
+def test_malformed_observe(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Observe(**options)
+
+
+def test_at_takes_one_choice_of_queries() -> None:
+    with pytest.raises(ValueError, match="either queries= or last_real=True, not both"):
+        At(queries=[0], last_real=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("entropy", r"entropy was not asked for: observe=Observe\(entropy=True\) keeps it\. Seen: lse"),
+        ("top_k", r"observe=Observe\(top_k=8\)"),
+        ("mass", r"observe=Observe\(mass=\{\.\.\.\}\)"),
+        ("merged", r"merged was not asked for, or .*MultiHeadAttention"),
+        ("wieghts", r"there is no field 'wieghts'\. Seen: lse"),
+    ],
+)
+def test_a_field_not_asked_for(name: str, message: str) -> None:
+    _, seen = ch.attention(zeros(1, 2, 3, 4), zeros(1, 2, 3, 4), zeros(1, 2, 3, 4), observe=Observe(lse=True))
+    with pytest.raises(AttributeError, match=message):
+        getattr(seen, name)
+
+
+MODULE: dict[str, tuple[Callable[[ch.MultiHeadAttention], object], type[Exception], str]] = {
+    "one sequence": (lambda m: m(zeros(5, 12)), ShapeError, r"query must be \(batch, length, width\), batch first, not \(5, 12\): a single sequence is query\[None\]"),
+    "memory": (lambda m: m(zeros(2, 5, 12), zeros(5, 12)), ShapeError, r"key must be \(batch, length, width\), .*key\[None\]"),
+    "value alone": (lambda m: m(zeros(2, 5, 12), value=zeros(2, 5, 12)), TypeError, r"value was given without key"),
+    "list": (lambda m: m([[1.0]]), TypeError, r"query must be a torch.Tensor, not list"),
+    "batch": (lambda m: m(zeros(2, 5, 12), zeros(3, 5, 12)), ShapeError, r"same batch size B"),
+    "lengths": (lambda m: m(zeros(2, 5, 12), zeros(2, 5, 12), zeros(2, 6, 12)), ShapeError, r"same length S: 5 and 6"),
+    "mask": (lambda m: m(zeros(2, 5, 12), mask=KeyPadding([6, 1])), MaskError, r"a length of 6 is more than the 5 keys"),
+    "bare mask": (lambda m: m(zeros(2, 5, 12), mask=ones(2, 5, 5)), MaskError, r"not \(2, 5, 5\): name its axes"),
+    "backend": (lambda m: m(zeros(2, 5, 12), backend="x"), ValueError, r"there is no backend 'x'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), MODULE.values(), ids=MODULE.keys())
+def test_wrong_module_call(
+    wrong: Callable[[ch.MultiHeadAttention], object], kind: type[Exception], message: str, no_work: None
+) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        wrong(ch.MultiHeadAttention(12, 3))
+    assert caught.type is kind
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="torch's own message from inside the projection: no names"
+)
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((zeros(2, 5, 11),), r"query.*11.*12"),
+        ((zeros(2, 5, 12), zeros(2, 7, 11)), r"key.*11.*12"),
+        ((zeros(2, 5, 12, dtype=torch.float64),), r"float64.*float32"),
+    ],
+)
+def test_wrong_widths_and_dtypes_are_named(inputs: tuple[Tensor, ...], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        ch.MultiHeadAttention(12, 3)(*inputs)

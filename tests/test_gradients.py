@@ -1,0 +1,128 @@
+"""Derivatives against finite differences, of the output and of what is seen; first and second order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import CASES, Case
+from conformance import expected_reasons, tiling
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import clearhead as ch
+from clearhead.backends import BACKENDS
+
+DOUBLE = [case for case in CASES if case.dtype == "f64"]
+CHECKED = DOUBLE[::9]
+GENERAL = ("reference", "blockwise")  # backends that do everything
+
+
+def call_of(case: Case, backend: str | None, **options: object) -> tuple[Callable[..., object], list[Tensor]]:
+    """attention() as a function of its floats alone, and these; the finite part of a bias that hides."""
+    given = case.inputs()
+    leaves = [given.query, given.key, given.value]
+    hidden = None
+    if given.attn_bias is not None:
+        hidden = given.attn_bias == -torch.inf
+        leaves.append(given.attn_bias.masked_fill(hidden, 0.0))
+
+    def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> object:
+        if bias is not None:
+            bias = bias.masked_fill(hidden, -torch.inf)
+        return ch.attention(
+            query, key, value, given.mask, attn_bias=bias, scale=given.scale, backend=backend, **options
+        )
+
+    return call, [leaf.detach().clone().requires_grad_() for leaf in leaves]
+
+
+@pytest.mark.parametrize("cut", ["whole", "single"])
+@pytest.mark.parametrize("backend", GENERAL)
+@pytest.mark.parametrize("case", CHECKED, ids=str)
+def test_first_derivatives(case: Case, backend: str, cut: str) -> None:
+    if backend == "reference" and cut != "whole":
+        pytest.skip("the reference knows no tiles")
+    call, leaves = call_of(case, backend)
+    with tiling(cut):
+        assert gradcheck(call, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("case", [c for c in DOUBLE if not expected_reasons(c, "sdpa", bias_grad=True)][::4], ids=str)
+def test_first_derivatives_of_fused_kernels(case: Case) -> None:
+    call, leaves = call_of(case, "sdpa")
+    with tiling("rows"):
+        assert gradcheck(call, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("cut", ["whole", "rows"])
+@pytest.mark.parametrize("backend", GENERAL)
+@pytest.mark.parametrize("case", CHECKED[::4], ids=str)
+def test_second_derivatives(case: Case, backend: str, cut: str) -> None:
+    call, leaves = call_of(case, backend)
+    with tiling(cut):
+        assert gradgradcheck(call, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("cut", ["whole", "single"])
+@pytest.mark.parametrize("name", ["entropy", "lse", "received", "distance", "max_weight", "weights"])
+@pytest.mark.parametrize("mask", ["none", "causal", "keys-empty"])
+def test_what_is_seen_has_derivatives_if_asked(name: str, mask: str, cut: str) -> None:
+    # L > S: with causal some rows are dead, and so is an item with no real keys.
+    case = Case(mask, "gqa")
+    given = case.inputs()
+    leaves = [tensor.requires_grad_() for tensor in (given.query, given.key)]
+
+    def look(query: Tensor, key: Tensor) -> Tensor:
+        _, seen = ch.attention(
+            query, key, given.value, given.mask, observe=ch.Observe(**{name: True}, grad=True), backend="blockwise"
+        )
+        # lse is -inf in a dead row, where it has no slope.
+        return seen[name].masked_fill(seen[name] == -torch.inf, 0.0)
+
+    with tiling(cut):
+        assert gradcheck(look, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_seen_is_detached_unless_asked(backend: str) -> None:
+    x = torch.randn(2, 3, 5, 7, requires_grad=True)
+    out, seen = ch.attention(x, x, x, ch.Causal(), observe=ch.Observe.all(), backend=backend)
+    assert out.requires_grad
+    assert [name for name, field in seen.items() if field.requires_grad] == []
+    out, seen = ch.attention(x, x, x, ch.Causal(), observe=ch.Observe.all(grad=True), backend=backend)
+    assert [name for name, field in seen.items() if not field.requires_grad] == []
+
+
+@pytest.mark.parametrize("backend", GENERAL)
+def test_looking_changes_no_bit_of_a_gradient(backend: str) -> None:
+    def gradient(**options: object) -> Tensor:
+        x = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        result = ch.attention(x, x, x, ch.Causal(), backend=backend, **options)
+        out = result if isinstance(result, Tensor) else result[0]
+        return torch.autograd.grad(out.square().sum(), x)[0]
+
+    for cut in ("whole", "single"):
+        with tiling(cut):
+            assert torch.equal(gradient(), gradient(observe=ch.Observe.all()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cut", ["whole", "rows"])
+def test_a_call_of_dead_rows_alone_still_has_gradients(backend: str, cut: str) -> None:
+    x = torch.randn(2, 3, 5, 7, requires_grad=True)
+    with tiling(cut):
+        out = ch.attention(x, x, x, ch.KeyPadding(lengths=[0, 0]), backend=backend)
+    assert not out.any()
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(gradient, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_graph_is_kept_where_none_is_wanted(backend: str) -> None:
+    x = torch.randn(2, 3, 5, 7, requires_grad=True)
+    with torch.no_grad():
+        out = ch.attention(x, x, x, ch.Causal(), backend=backend)
+    assert not out.requires_grad
+    assert not ch.attention(x.detach(), x.detach(), x.detach(), ch.Causal(), backend=backend).requires_grad
