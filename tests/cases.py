@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import combinations, cycle, product
+from itertools import combinations, cycle
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -120,7 +120,7 @@ def _segments(s: Sizes, kind: str) -> Built:
     else:
         rng = np.random.default_rng(5)
         query, key = rng.integers(0, 3, (1, s.L)).tolist(), rng.integers(0, 3, (s.B, s.S)).tolist()
-    ids = [torch.tensor(rows, dtype=torch.int64).reshape(-1, n) for rows, n in ((query, s.L), (key, s.S))]
+    ids = [torch.tensor(rows, dtype=torch.int64).reshape(len(rows), n) for rows, n in ((query, s.L), (key, s.S))]
     return ch.Segments(*ids), oracle.segments(query, key)
 
 
@@ -371,26 +371,24 @@ def level_pairs(case: Case) -> set[tuple[str, ...]]:
     return {(f, getattr(case, f), g, getattr(case, g)) for f, g in combinations(FACTORS, 2)}
 
 
-def _drawn(rng: random.Random, mask: str, shape: str) -> Case:
-    rest = {name: rng.choice(levels) for name, levels in FACTORS.items() if name not in ("mask", "shape")}
-    return Case(mask, shape, **rest)
-
-
 def _every_mask_with_every_shape() -> list[Case]:
     rng = random.Random(0)
-    covered: set[tuple[str, ...]] = set()
-    found = []
-    for mask, shape in product(MASKS, SHAPES):
-        # Of some draws the one that covers most new pairs: far fewer cases than the full product.
-        case = max((_drawn(rng, mask, shape) for _ in range(300)), key=lambda c: len(level_pairs(c) - covered))
-        covered |= level_pairs(case)
-        found.append(case)
-    return found
+
+    def spread(levels: tuple[str, ...]) -> list[str]:
+        """One level for each shape, in any order: all of them, and some again."""
+        chosen = [*levels, *rng.choices(levels, k=len(SHAPES) - len(levels))]
+        return rng.sample(chosen, len(chosen))
+
+    return [
+        Case(mask, *levels)
+        for mask in MASKS
+        for levels in zip(SHAPES, *(spread(FACTORS[name]) for name in list(FACTORS)[2:]), strict=True)
+    ]
 
 
 def _pairs_of_masks() -> list[Case]:
     rng = random.Random(1)
-    return [_drawn(rng, pair, rng.choice(FACTORS["shape"])) for pair in PAIRS]
+    return [Case(pair, *(rng.choice(levels) for name, levels in FACTORS.items() if name != "mask")) for pair in PAIRS]
 
 
 def _plain() -> list[Case]:
@@ -398,7 +396,7 @@ def _plain() -> list[Case]:
     return [
         Case(mask, shape, dtype)
         for mask in ("none", "causal", "keys", "window-past")
-        for shape in ("self", "gqa", "mqa")
+        for shape in ("self", "gqa", "mqa", "mha")
         for dtype in DTYPES
     ]
 

@@ -222,13 +222,15 @@ def poisoned(case: Case, number: float) -> tuple[Tensor, ...]:
     seen_by_group = seen.reshape(*truth.key.shape[:2], -1, seen.shape[-1]).any(axis=2)
     hidden_keys = torch.from_numpy(case.plain(~seen_by_group))
     dead = torch.from_numpy(case.plain(~truth.alive))
-    key, value = (tensor.masked_fill(hidden_keys[..., None], number) for tensor in (given.key, given.value))
+    # Filled in place: the same memory layout, as another one may round otherwise.
+    for tensor, where in ((given.query, dead), (given.key, hidden_keys), (given.value, hidden_keys)):
+        tensor.masked_fill_(where[..., None], number)
     bias = given.attn_bias
     if bias is not None and bias.shape == case.plain(truth.scores).shape:
         # Where the bias itself hides, by -inf, it must stay.
         hidden = torch.from_numpy(case.plain(~truth.visible)) & (bias != -torch.inf)
         bias = bias.masked_fill(hidden, number)
-    return given.query.masked_fill(dead[..., None], number), key, value, bias
+    return given.query, given.key, given.value, bias
 
 
 def check_hidden_poison(case: Case, backend: str | None, number: float) -> None:

@@ -254,10 +254,7 @@ def fresh_compiler() -> Any:
 
 
 @each_kind
-def test_compile_takes_a_mask_as_argument(mask: Mask, fresh_compiler: None, request: pytest.FixtureRequest) -> None:
-    if "|" in repr(mask):
-        reason = "Or._reach: dynamo can't read the walrus of a comprehension (Python 3.11)"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_compile_takes_a_mask_as_argument(mask: Mask, fresh_compiler: None) -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
     q, k = numbers(B, H, L, E), numbers(B, H, S, E)
     torch.testing.assert_close(compiled(q, k, mask), attend(q, k, mask), rtol=1e-12, atol=1e-12)
@@ -277,7 +274,6 @@ class Attend(nn.Module):
         return attend(q, k, mask)
 
 
-@pytest.mark.xfail(strict=True, reason="masks are registered without flatten_with_keys_fn, which torch.export needs")
 @pytest.mark.parametrize("mask", [Causal(), Causal() & KeyPadding([6, 3])])
 def test_export_takes_a_mask_as_argument(mask: Mask) -> None:
     q, k = numbers(B, H, L, E), numbers(B, H, S, E)

@@ -246,9 +246,6 @@ def test_immutable(mask: Mask) -> None:
         assert getattr(mask, field.name) is before
 
 
-@pytest.mark.xfail(
-    strict=True, reason="kinds that inherit their fields (KeyPadding, Blocked, And, ...) take new attributes"
-)
 def test_no_new_attributes() -> None:
     for mask in ONE_OF_EACH:
         with pytest.raises(FrozenInstanceError):
@@ -289,13 +286,11 @@ def test_device(mask: Mask) -> None:
         assert moved == mask
 
 
-@pytest.mark.xfail(strict=True, reason="And and Or never run their __post_init__: _Composite has none of its own")
 def test_masks_on_two_devices_do_not_combine() -> None:
     with pytest.raises(ch.MaskError, match="on one device, not on cpu and meta: move one"):
         Prefix(2) & KeyPadding([3, 2]).to("meta")
 
 
-@pytest.mark.xfail(strict=True, reason="And and Or never run their __post_init__: _Composite has none of its own")
 @pytest.mark.parametrize(
     ("one", "two", "message"),
     [

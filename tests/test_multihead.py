@@ -367,6 +367,20 @@ def test_double_backward_and_gradcheck() -> None:
     assert torch.autograd.gradgradcheck(lambda x: mha(x, mask=mask, backend="blockwise"), x)
 
 
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="the default backend is torch's fused kernel, which has neither"
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch\'s own, in jvp
+@pytest.mark.parametrize("twice", [True, False], ids=["double backward", "forward mode"])
+def test_second_derivatives_without_naming_a_backend(twice: bool) -> None:
+    mha = MultiHeadAttention(4, 2, dtype=torch.float64)
+    x = numbers(2, 3, 4).requires_grad_()
+    if twice:
+        assert torch.autograd.gradgradcheck(mha, x)
+    else:
+        torch.func.jvp(mha, (x.detach(),), (x.detach(),))
+
+
 # -- wrong calls -----------------------------------------------------------------------------------------------
 
 

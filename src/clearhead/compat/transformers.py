@@ -128,9 +128,7 @@ def _listening_function(
 def _refuse_unknown(module: nn.Module, options: dict[str, Any]) -> None:
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
-            raise NotImplementedError(
-                f"{type(module).__name__} uses {name}, which record can't see through yet: it would show wrong numbers."
-            )
+            raise NotImplementedError(f"{type(module).__name__} uses {name}, which record can't see through yet.")
 
 
 def _meaning(

@@ -39,6 +39,10 @@ class Tile(NamedTuple):
     device: torch.device
 
 
+# Frozen means frozen: a subclass of a frozen dataclass takes new attributes unless it is one itself.
+frozen = dataclass(frozen=True, eq=False, repr=False, init=False)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask:
     """Base class of all masks. True always means *may attend*. Not instantiated itself.
@@ -228,8 +232,10 @@ class Mask:
         step = max(1, _TILE_ELEMENTS // max(1, B * H * S))
         for start in range(queries.start, queries.stop, step):
             rows = slice(start, min(queries.stop, start + step))
-            tile = self._tile(Tile(batch, heads, rows, ALL, L, S, device))
-            counts += tile.expand(-1, -1, rows.stop - start, S).sum(dim=2)
+            reach = self._reach(range(rows.start, rows.stop), L, S)
+            keys = slice(reach.start, reach.stop)
+            tile = self._tile(Tile(batch, heads, rows, keys, L, S, device))
+            counts[..., keys] += tile.expand(-1, -1, rows.stop - start, len(reach)).sum(dim=2)
         return counts
 
     def mask_mod(self, L: int, S: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -306,12 +312,17 @@ class Mask:
             lambda mask: mask._flatten(),
             cls._unflatten,
             serialized_type_name=f"clearhead.{cls.__name__}",
+            flatten_with_keys_fn=lambda mask: mask._flatten_with_keys(),
         )
 
     def _flatten(self) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
         names = tuple(name for name in self._tensors if getattr(self, name) is not None)
         static = tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.name not in names)
         return [getattr(self, name) for name in names], (("tensors", names), *static)
+
+    def _flatten_with_keys(self) -> tuple[list[Any], Any]:
+        children, static = self._flatten()
+        return [(_pytree.SequenceKey(i), child) for i, child in enumerate(children)], static
 
     @classmethod
     def _unflatten(cls, children: Any, static: Any) -> Self:
@@ -351,6 +362,7 @@ class _Composite(Mask):
         return cast("Self", _bare(cls, [("parts", tuple(children))]))
 
 
+@frozen
 class _Joined(_Composite):
     """And and Or: two or more parts, joined by a sign."""
 
@@ -396,6 +408,7 @@ class _Joined(_Composite):
         return f" {self._sign} ".join(shown)
 
 
+@frozen
 class And(_Joined):
     """Visible where every part says so. Built by ``&``."""
 
@@ -408,6 +421,7 @@ class And(_Joined):
         return range(start, max(start, min(r.stop for r in reaches)))
 
 
+@frozen
 class Or(_Joined):
     """Visible where some part says so. Built by ``|``."""
 
@@ -415,12 +429,14 @@ class Or(_Joined):
     _join = operator.or_
 
     def _reach(self, queries: range, L: int, S: int) -> range:
-        reaches = [reach for part in self.parts if (reach := part._reach(queries, L, S))]
+        reaches = [part._reach(queries, L, S) for part in self.parts]
+        reaches = [reach for reach in reaches if len(reach) > 0]
         if not reaches:
             return range(0)
         return range(min(r.start for r in reaches), max(r.stop for r in reaches))
 
 
+@frozen
 class Not(_Composite):
     """Visible where its one part is not. Built by ``~``; ``~~mask`` is ``mask``."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import MaskError
-from clearhead.masks.base import AXIS_NAMES, Mask, Tile, _show
+from clearhead.masks.base import AXIS_NAMES, Mask, Tile, _show, frozen
 
 Align = Literal["end", "start"]
 Side = Literal["right", "left"]
@@ -198,6 +198,7 @@ class _Padding(Mask):
         return f"{self._noun} {position} is {word}, item {b} has {count} real {AXIS_NAMES[self._axis]}"
 
 
+@frozen
 class KeyPadding(_Padding):
     """Hides padded keys: every query sees the real keys only.
 
@@ -230,6 +231,7 @@ class KeyPadding(_Padding):
         return self._why_token(b, k, S)
 
 
+@frozen
 class QueryPadding(_Padding):
     """Makes padded queries dead rows: they see nothing, their context is zero, and no mean counts them.
 
@@ -455,6 +457,7 @@ class Allowed(Mask):
         return f"{type(self).__name__}({_show(self.tensor)}, axes={self.letters!r})"
 
 
+@frozen
 class Blocked(Allowed):
     """Any bool tensor, its axes named; True = hidden (the polarity of ``nn.MultiheadAttention``).
 

@@ -66,9 +66,11 @@ def _mask(node: ast.expr) -> Mask:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
             if name not in KINDS:
                 raise _refused(node, f"{name!r} is not a mask. Masks are {', '.join(sorted(KINDS))}")
-            named = {k.arg: _literal(k.value) for k in keywords if k.arg is not None}
-            if len(named) != len(keywords):
+            if None in (given := [k.arg for k in keywords]):
                 raise _refused(node, "** is not allowed")
+            if len(set(given)) < len(given):
+                raise _refused(node, f"{name}: an argument is given twice")
+            named = {str(k.arg): _literal(k.value) for k in keywords}
             try:
                 return KINDS[name](*map(_literal, args), **named)
             except TypeError as error:
@@ -86,7 +88,7 @@ def _literal(node: ast.expr) -> object:
         if not isinstance(part, allowed):
             raise _refused(node, "arguments must be numbers, strings, True, False, None or lists of them")
         if isinstance(part, ast.Constant) and isinstance(part.value, int) and part.value >= 2**31:
-            raise _refused(part, f"a number of {part.value.bit_length()} bits is too large")
+            raise _refused(part, f"too large a number ({part.value.bit_length()} bits)")
     try:
         return ast.literal_eval(node)
     except ValueError:
