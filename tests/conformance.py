@@ -13,11 +13,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import Case
 from torch import Tensor
 
 import clearhead as ch
+from cases import Case
 from clearhead import look, plan
+from clearhead.backends import BACKENDS
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -48,12 +49,17 @@ def expected_reasons(case: Case, backend: str, *, bias_grad: bool = False, dropo
     scale = case.inputs().scale
     told = {
         "empty inputs": 0 in (s.B, s.L, s.S, s.E, s.Ev),
-        rf"head widths differ \(E={s.E}, Ev={s.Ev}\)": s.E != s.Ev,
+        rf"head widths differ \(E={s.E}, Ev={s.Ev}\)": s.Ev != s.E,
         "dropout": dropout_p > 0,
         r"scale \S+ <= 0": scale is not None and scale <= 0,
         "bias needs a gradient": bias_grad and case.bias != "no-bias",
     }
     return [pattern for pattern, applies in told.items() if applies]
+
+
+def with_backends(cases: Iterable[Case]) -> list[tuple[Case, str]]:
+    """Each case with every backend that does it."""
+    return [(case, name) for case in cases for name in BACKENDS if not expected_reasons(case, name)]
 
 
 def check_declines(case: Case, backend: str, reasons: Iterable[str], **options: object) -> None:

@@ -117,7 +117,7 @@ class Truth:
         weights, indices = np.zeros((B, H, L, k)), np.full((B, H, L, k), -1)
         for b, h, q in np.ndindex(B, H, L):
             seen = [j for j in range(S) if self.visible[b, h, q, j]]
-            for n, j in enumerate(sorted(seen, key=lambda j: -self.weights[b, h, q, j])[:k]):  # noqa: B023
+            for n, j in enumerate(sorted(seen, key=lambda j: -self.weights[b, h, q, j])[:k]):
                 weights[b, h, q, n], indices[b, h, q, n] = self.weights[b, h, q, j], j
         return weights, indices
 

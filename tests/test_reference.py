@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from cases import CASES, EMPTY, Case
-from conformance import check_gradients, check_output, check_seen
 
 import clearhead as ch
+import oracle
+from cases import CASES, EMPTY, Case
+from conformance import check_gradients, check_output, check_seen
 
 
 def attend(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+import clearhead as ch
 from cases import CASES, Case
+from clearhead import functional
+from clearhead.backends import BACKENDS
+from clearhead.backends.reference import Reference
+from clearhead.checks import Request
+from clearhead.masks import And, Mask, Not, Or
 from conformance import (
     check_dropout_share,
     check_gradients,
@@ -18,14 +27,6 @@ from conformance import (
     check_table,
     check_visible_poison,
 )
-from torch import Tensor
-
-import clearhead as ch
-from clearhead import functional, look
-from clearhead.backends import BACKENDS
-from clearhead.backends.reference import Reference
-from clearhead.checks import Request
-from clearhead.masks import And, Mask, Not, Or
 
 DOUBLE = [case for case in CASES if case.dtype == "f64" and not case.bias.startswith("bias-hides")]
 PLAIN = [case for case in DOUBLE if case.scale == "default" and case.bias == "no-bias"]
@@ -304,27 +305,34 @@ def test_non_finite_numbers_let_in_are_caught(
 # -- what is seen ----------------------------------------------------------------------------------------------
 
 
-def _in_bits(right: Any) -> Any:
-    return lambda sight: right(sight) / torch.log(torch.tensor(2.0))
-
-
-def _one_too_far(right: Any) -> Any:
-    return lambda sight, offsets: right(sight, tuple(d + 1 for d in offsets))
-
-
-def _unsigned(right: Any) -> Any:
-    return lambda sight: right(sight) + 1e-3
-
-
-WRONG_SIGHTS = {"_entropy": _in_bits, "_offsets": _one_too_far, "_distance": _unsigned}
+WRONG_SIGHTS: dict[str, Callable[[Any], Any]] = {
+    "entropy": lambda entropy: entropy / math.log(2),  # in bits
+    "lse": lambda lse: lse.exp(),
+    "distance": lambda distance: distance + 1e-3,
+    "received": lambda received: received / received.sum(dim=-1, keepdim=True),  # a mean, not a sum
+    "max_weight": lambda weight: weight.flip(1),
+    "offsets": lambda offsets: offsets.roll(1, dims=-1),
+    "weights": lambda weights: weights.transpose(0, 1).reshape(weights.shape),
+    "scores": lambda scores: scores * 1.001,
+    "pooled": lambda pooled: (pooled[1], pooled[0]),
+    "top_k": lambda top: (top[0], (top[1] - 1).clamp_min(-1)),
+    "mass": lambda mass: {name: 1 - part for name, part in mass.items()},
+}
 
 
 @pytest.mark.parametrize("name", WRONG_SIGHTS)
 def test_wrong_statistics_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_table(check_seen, PLAIN[:3], "blockwise")
-    monkeypatch.setattr(look, name, WRONG_SIGHTS[name](getattr(look, name)))
-    with pytest.raises(AssertionError, match=name[1:]):
-        check_table(check_seen, PLAIN[:3], "blockwise")
+    cases = [case for case in PLAIN if case.layout == "bhle"]
+    check_table(check_seen, cases, "blockwise")
+    look = functional.look
+
+    def wrong(*args: Any) -> dict[str, Any]:
+        found = look(*args)
+        return found | {name: WRONG_SIGHTS[name](found[name])}
+
+    monkeypatch.setattr(functional, "look", wrong)
+    with pytest.raises(AssertionError, match=name):
+        check_table(check_seen, cases, "blockwise")
 
 
 def test_an_output_changed_by_looking_is_caught(

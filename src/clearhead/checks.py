@@ -10,7 +10,9 @@ from torch import Tensor
 
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask, as_mask
+from clearhead.observe import MAPS, At, Observe, indices
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LEGEND = "query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev)"
 
 
@@ -104,6 +106,32 @@ def check(
     return Request(query, key, value, mask, attn_bias, float(scale), float(dropout_p), seed, axes)
 
 
+def check_observe(observe: Observe, sizes: tuple[int, int, int, int]) -> None:
+    """Validate what is to be looked at in a call of sizes (B, Hq, L, S).
+
+    Raises:
+        TypeError: not an `Observe`.
+        IndexError: an `At` outside the inputs.
+        ShapeError: a group of keys in `mass` that is not (B|1, S).
+    """
+    if not isinstance(observe, Observe):
+        raise TypeError(f"observe must be an Observe, as in Observe(entropy=True), not {observe!r}.")
+    B, H, L, S = sizes
+    for name in MAPS:
+        at = getattr(observe, name)
+        if isinstance(at, At):
+            indices("heads", at.heads, H)
+            indices("queries", at.queries, L)
+            indices("keys", at.keys, S)
+            if at.last_real and L == 0:
+                raise IndexError("At(last_real=True) needs at least one query: there are none.")
+    for name, keys in (observe.mass or {}).items():
+        if keys.shape[0] not in (1, B) or keys.shape[1] != S:
+            raise ShapeError(
+                f"Observe(mass={{{name!r}: ...}}) must be (B|1, S) with B={B}, S={S}, not {tuple(keys.shape)}."
+            )
+
+
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (2, 3, 4):
@@ -133,9 +161,10 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key, value)]
-    if len(set(dtypes)) > 1 or not query.is_floating_point():
+    if len(set(dtypes)) > 1 or query.dtype not in DTYPES:
         raise ShapeError(
-            f"query, key and value must share one floating-point dtype, not {', '.join(dtypes)}: convert with .to()."
+            f"query, key and value must share one floating-point dtype (float16, bfloat16, float32 or float64), not "
+            f"{', '.join(dtypes)}: convert with .to()."
         )
     if not query.device == key.device == value.device:
         raise ShapeError(

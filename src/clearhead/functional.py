@@ -8,7 +8,7 @@ from torch import Tensor
 
 from clearhead.backends import choose
 from clearhead.backends.nonfinite import SetAside, set_aside
-from clearhead.checks import Request, check, without_added_axes
+from clearhead.checks import Request, check, check_observe, without_added_axes
 from clearhead.look import look
 from clearhead.masks import Mask
 from clearhead.observe import SPLIT, Observe, Seen
@@ -83,6 +83,7 @@ def attention(
     Raises:
         ShapeError: sizes, dtypes or devices that don't fit, with the numbers. A ValueError.
         MaskError: a mask that doesn't fit or can be read in two ways. A ValueError.
+        IndexError: an `At` outside the inputs.
         BackendError: the backend asked for can't do the call, with its reasons. A RuntimeError.
 
     References:
@@ -98,6 +99,8 @@ def attention(
         torch.Size([2, 1, 1, 7])
     """
     request = check(query, key, value, mask, attn_bias, scale, dropout_p)
+    if observe is not None:
+        check_observe(observe, request.sizes)
     chosen = choose(request, backend)
     finite, aside = set_aside(request)
     context = chosen.run(finite)

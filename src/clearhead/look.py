@@ -6,10 +6,8 @@ for the heads and queries asked for only.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor
 from clearhead.backends.blockwise import assemble, dropped, over_tiles, raw_scores, visible_tile, weights_of
 from clearhead.backends.nonfinite import SetAside
 from clearhead.checks import Request
-from clearhead.errors import ShapeError
 from clearhead.masks import ALL, Allowed, Tile
 from clearhead.observe import MAPS, STATISTICS, At, Observe, indices
 from clearhead.plan import TILE_ELEMENTS, tiles
@@ -35,18 +32,6 @@ class Sight:
     query_positions: Tensor  # (q,), on the axis of the keys
     key_positions: Tensor  # (k,)
     tile: Tile
-
-    @cached_property
-    def max_weight(self) -> Tensor:
-        """The largest weight of each query; 0 in a dead row."""
-        return self.weights.amax(dim=-1)
-
-    @cached_property
-    def lse(self) -> Tensor:
-        """Log of the sum of exponentiated scores; -inf in a dead row."""
-        # The largest weight is exp(largest score - lse): two maxima instead of another pass of exponentials.
-        found = self.scores.amax(dim=-1) - self.max_weight.log()
-        return torch.where(self.max_weight == 0, -torch.inf, found)
 
 
 def look(request: Request, aside: SetAside | None, observe: Observe) -> dict[str, Any]:
@@ -69,12 +54,16 @@ def look(request: Request, aside: SetAside | None, observe: Observe) -> dict[str
 # -- statistics ------------------------------------------------------------------------------------------------
 
 
-def _entropy(sight: Sight) -> Tensor:
+def _sharpness(sight: Sight) -> dict[str, Tensor]:
+    """The largest weight, log-sum-exp and entropy of each query, which share their work."""
+    max_weight = sight.weights.amax(dim=-1)  # 0 in a dead row
+    # The largest weight is exp(largest score - lse): two maxima instead of another pass of exponentials.
+    lse = torch.where(max_weight == 0, -torch.inf, sight.scores.amax(dim=-1) - max_weight.log())
     # -sum w log w with log w = score - lse: exact for small weights, and hidden ones count as 0.
-    log_weights = sight.scores - sight.lse[..., None]
+    log_weights = sight.scores - lse[..., None]
     if sight.visible is not None:
         log_weights = log_weights.masked_fill(~sight.visible, 0.0)
-    return -(sight.weights * log_weights).sum(dim=-1)
+    return {"max_weight": max_weight, "lse": lse, "entropy": -(sight.weights * log_weights).sum(dim=-1)}
 
 
 def _distance(sight: Sight) -> Tensor:
@@ -122,9 +111,12 @@ def _pooled(sight: Sight, n: int) -> dict[str, Tensor]:
     assert isinstance(tile.keys, slice)
     assert isinstance(tile.queries, slice)
     b, h, rows, _ = weights.shape
-    whole = F.pad(weights, (tile.keys.start, tile.S - tile.keys.stop)).flatten(1, 2)
-    mean = F.adaptive_avg_pool1d(whole, n).unflatten(1, (h, rows))
-    top = F.adaptive_max_pool1d(whole, n).unflatten(1, (h, rows))
+    if rows == 0:
+        maps = weights.new_zeros(b, h, n, n)
+        return {"pooled sum": maps, "pooled max": maps, "pooled rows": maps[..., 0]}
+    whole = F.pad(weights, (tile.keys.start, tile.S - tile.keys.stop)).flatten(0, 2)[:, None]
+    mean = F.adaptive_avg_pool1d(whole, n).reshape(b, h, rows, n)
+    top = F.adaptive_max_pool1d(whole, n).reshape(b, h, rows, n)
     alive = weights.new_ones(b, h, rows)
     if sight.visible is not None:
         alive = alive * sight.visible.any(dim=-1)
@@ -142,17 +134,13 @@ def _pooled(sight: Sight, n: int) -> dict[str, Tensor]:
 
 def _measure(sight: Sight, observe: Observe) -> dict[str, Tensor]:
     """Everything asked for of one tile; composite results under names of their own."""
-    found = {
-        name: measure(sight)
-        for name, measure in (
-            ("lse", operator.attrgetter("lse")),
-            ("entropy", _entropy),
-            ("max_weight", operator.attrgetter("max_weight")),
-            ("distance", _distance),
-            ("received", _received),
-        )
-        if observe.asks(name)
-    }
+    found: dict[str, Tensor] = {}
+    if observe.lse or observe.entropy or observe.max_weight:
+        found |= {name: part for name, part in _sharpness(sight).items() if observe.asks(name)}
+    if observe.distance:
+        found["distance"] = _distance(sight)
+    if observe.received:
+        found["received"] = _received(sight)
     if observe.top_k:
         found["top weights"], found["top keys"] = _top_k(sight, observe.top_k)
     for name, keys in (observe.mass or {}).items():
@@ -176,20 +164,13 @@ _TOTALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def _statistics(request: Request, aside: SetAside | None, observe: Observe) -> dict[str, Any]:
     if not any(observe.asks(name) for name in STATISTICS):
         return {}
-    B, _, _, S = request.sizes
-    for name, keys in (observe.mass or {}).items():
-        if keys.shape[0] not in (1, B) or keys.shape[1] != S:
-            raise ShapeError(
-                f"Observe(mass={{{name!r}: ...}}) must be (B|1, S) with B={B}, S={S}, not {tuple(keys.shape)}."
-            )
+    _, _, _, S = request.sizes
     if S == 0:
         return _of_no_keys(request, observe)
 
     by_query: dict[str, list[tuple[Tile, Tensor]]] = {}
     totals: dict[tuple[str, int], Tensor] = {}  # by name and first batch item
-    for tile, part in over_tiles(
-        request, _looked_at(request), lambda t: _measure(_sight(request, aside, t), observe)
-    ):
+    for tile, part in over_tiles(request, tiles(request), lambda t: _measure(_sight(request, aside, t), observe)):
         assert isinstance(tile.batch, slice)
         for name, value in part.items():
             if name in _TOTALS:
@@ -211,14 +192,6 @@ def _statistics(request: Request, aside: SetAside | None, observe: Observe) -> d
         rows = found.pop("pooled rows").clamp_min(1.0)[..., None]
         found["pooled"] = (found.pop("pooled sum") / rows, found.pop("pooled max"))
     return {name: found[name] for name in STATISTICS if name in found}
-
-
-def _looked_at(request: Request) -> list[Tile]:
-    # A tile that sees no key at all is given one, which is hidden: every measure then finds a dead row.
-    return [
-        tile._replace(keys=slice(0, 1)) if tile.keys == slice(tile.keys.start, tile.keys.start) else tile  # type: ignore[union-attr]
-        for tile in tiles(request)
-    ]
 
 
 def _of_no_keys(request: Request, observe: Observe) -> dict[str, Any]:
@@ -292,11 +265,11 @@ def _last_alive(request: Request) -> Tensor:
     """(B,), each item's last query that sees a key in some head; the last of all if there is none."""
     B, _, L, S = request.sizes
     positions = torch.arange(L, device=request.query.device)
-    last = positions.new_full((B,), L - 1)
+    found = []
     for b in range(B):
         rows = Tile(slice(b, b + 1), ALL, slice(0, L), ALL, L, S, request.query.device)
         visible = visible_tile(request, rows)
-        if visible is not None:
-            alive = positions[visible.expand(1, -1, L, -1).any(dim=-1).any(dim=1)[0]]
-            last[b] = alive[-1] if len(alive) else L - 1
-    return last
+        alive = positions if visible is None else positions.where(visible.any(dim=-1).any(dim=1)[0], -1)
+        found.append(alive.amax())
+    last = torch.stack(found)
+    return last.where(last >= 0, L - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast, overload
 
 import torch
@@ -111,12 +112,19 @@ class MultiHeadAttention(nn.Module):
                     f"{num_heads} + {embed_dim % num_heads}: change one of them, or give head_dim."
                 )
             head_dim = embed_dim // num_heads
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        kdim = embed_dim if kdim is None else kdim
+        vdim = kdim if vdim is None else vdim
+        widths = {"head_dim": head_dim, "value_head_dim": value_head_dim, "kdim": kdim, "vdim": vdim}
+        for name, size in widths.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, not {size}.")
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number, not {scale}.")
         if not 0.0 <= dropout_p <= 1.0:
             raise ValueError(f"dropout_p must be between 0 and 1, not {dropout_p}.")
         self.head_dim = head_dim
-        self.value_head_dim = head_dim if value_head_dim is None else value_head_dim
-        kdim = embed_dim if kdim is None else kdim
-        vdim = kdim if vdim is None else vdim
+        self.value_head_dim = value_head_dim
         self.dropout_p = dropout_p
         self.scale = scale
 
@@ -194,6 +202,12 @@ class MultiHeadAttention(nn.Module):
         _check_inputs(query, key, value)
         key = query if key is None else key
         value = key if value is None else value
+        for name, given, projection in (
+            ("query", query, self.q_proj),
+            ("key", key, self.k_proj),
+            ("value", value, self.v_proj),
+        ):
+            _check_fits(name, given, projection)
         projected = {
             "query_projected": self.q_proj(query),
             "key_projected": self.k_proj(key),
@@ -320,11 +334,26 @@ class MultiHeadAttention(nn.Module):
             if q.bias is not None:
                 module.in_proj_bias.copy_(torch.cat([q.bias, k.bias, v.bias]))
                 module.out_proj.bias.copy_(out.bias)
+        _freeze_alike(module, q, k, v, out)
         return module.train(self.training)
 
     def extra_repr(self) -> str:
         """What the projections don't show."""
         return f"head_dim={self.head_dim}, value_head_dim={self.value_head_dim}, dropout_p={self.dropout_p}"
+
+
+def _freeze_alike(module: nn.MultiheadAttention, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear) -> None:
+    """What is frozen stays frozen; a packed parameter is frozen if all its parts are."""
+    if module.in_proj_weight is not None:
+        module.in_proj_weight.requires_grad_(any(p.weight.requires_grad for p in (q, k, v)))
+    else:
+        module.q_proj_weight.requires_grad_(q.weight.requires_grad)
+        module.k_proj_weight.requires_grad_(k.weight.requires_grad)
+        module.v_proj_weight.requires_grad_(v.weight.requires_grad)
+    module.out_proj.weight.requires_grad_(out.weight.requires_grad)
+    if module.in_proj_bias is not None:
+        module.in_proj_bias.requires_grad_(any(p.bias.requires_grad for p in (q, k, v)))
+        module.out_proj.bias.requires_grad_(out.bias.requires_grad)
 
 
 def _split(projected: Tensor, head_dim: int) -> Tensor:
@@ -340,6 +369,22 @@ def _split(projected: Tensor, head_dim: int) -> Tensor:
 def _merge(context: Tensor) -> Tensor:
     """(B, H, L, Ev) -> (B, L, H * Ev)."""
     return context.transpose(-3, -2).flatten(-2)
+
+
+def _check_fits(name: str, given: Tensor, projection: nn.Module) -> None:
+    """A replaced projection takes what it likes; of a plain one the width and dtype are known."""
+    if type(projection) is not nn.Linear:
+        return
+    weight = projection.weight
+    if given.shape[-1] != projection.in_features:
+        raise ShapeError(
+            f"{name} must be (batch, length, {projection.in_features}), not {tuple(given.shape)}: its last axis is "
+            f"{given.shape[-1]} wide."
+        )
+    if given.dtype != weight.dtype and not torch.is_autocast_enabled(given.device.type):
+        raise ShapeError(
+            f"{name} is {given.dtype} and the parameters are {weight.dtype}: convert one of them with .to()."
+        )
 
 
 def _check_inputs(query: Tensor, key: Tensor | None, value: Tensor | None) -> None:

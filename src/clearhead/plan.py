@@ -23,7 +23,7 @@ def tiles(request: Request, maps: int | None = None) -> list[Tile]:
 
     Returns:
         At least one tile; together they cover every query once. ``tile.keys`` is the range of keys that
-        any of its queries may see, maybe empty.
+        any of its queries may see; where they see none, one hidden key.
     """
     B, H, L, S = request.sizes
     per_row = max(1, (H if maps is None else maps) * S)
@@ -34,6 +34,7 @@ def tiles(request: Request, maps: int | None = None) -> list[Tile]:
         for row in range(0, max(L, 1), rows):
             queries = range(row, min(L, row + rows))
             keys = range(S) if request.mask is None else request.mask._reach(queries, L, S)
+            keys = keys or range(min(1, S))  # a hidden key is easier to work with than none
             found.append(
                 Tile(
                     slice(item, min(B, item + items)),

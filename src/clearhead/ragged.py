@@ -55,11 +55,16 @@ def pad(
     """
     if side not in ("right", "left"):
         raise ShapeError(f"side must be 'right' or 'left', not {side!r}.")
+    if isinstance(pad_id, bool) or not isinstance(pad_id, int) or not -(2**63) <= pad_id < 2**63:
+        raise ShapeError(f"pad_id must be a token id, a 64-bit integer, not {pad_id!r}.")
     if len(sequences) == 0:
         raise ShapeError("pad needs at least one sequence, got none.")
     rows = [_row(index, sequence) for index, sequence in enumerate(_shown(sequences, progress))]
     lengths = torch.tensor([len(row) for row in rows])
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=float(pad_id), padding_side=side)
+    ids = torch.full((len(rows), max(map(len, rows))), pad_id)
+    for line, row in zip(ids, rows, strict=True):
+        start = 0 if side == "right" else len(line) - len(row)
+        line[start : start + len(row)] = row
     return Batch(ids=ids, lengths=lengths, mask=KeyPadding(lengths, side=side))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from clearhead.backends.nonfinite import set_aside
-from clearhead.checks import check
+from clearhead.checks import check, check_observe
 from clearhead.compat.transformers import Call, is_transformers_model, listening
 from clearhead.functional import seen_of
 from clearhead.masks import And, KeyPadding, Mask, QueryPadding
@@ -153,6 +153,7 @@ def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
 
     def heard(call: Call) -> None:
         request = check(call.query, call.key, call.value, call.mask, call.attn_bias, call.scale, 0.0)
+        check_observe(observe, request.sizes)
         finite, aside = set_aside(request)
         # A layer of the model itself; one that was swapped in meanwhile has no name.
         name = names.get(call.module, type(call.module).__name__)

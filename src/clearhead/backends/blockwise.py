@@ -123,10 +123,10 @@ def _context(request: Request, tile: Tile) -> Tensor:
 def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
     """(b, H, m, n) @ (b, Hkv, n, p) -> (b, H, m, p): a group of H // Hkv heads shares its right side uncopied."""
     b, H, m, n = left.shape
-    group = H // right.shape[1]
-    if group == 1:
+    shared = right.shape[1]
+    if shared == H:
         return left @ right
-    return (left.reshape(b, -1, group * m, n) @ right).reshape(b, H, m, right.shape[-1])
+    return (left.reshape(b, shared, H // shared * m, n) @ right).reshape(b, H, m, right.shape[-1])
 
 
 def _at_queries(query: Tensor, tile: Tile) -> Tensor:

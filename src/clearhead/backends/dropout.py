@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead.checks import Request
-from clearhead.masks import Tile
-from clearhead.masks.base import _positions
+from clearhead.masks import Tile, positions
 
 
 def kept(request: Request, tile: Tile) -> Tensor:
@@ -20,10 +19,10 @@ def kept(request: Request, tile: Tile) -> Tensor:
     device = tile.device
     assert request.seed is not None  # a request with dropout has one
     seed = request.seed.to(device=device, dtype=torch.int32)
-    b = _positions(tile.batch, B, device).int()[:, None, None, None]
-    h = _positions(tile.heads, H, device).int()[:, None, None]
-    q = _positions(tile.queries, L, device).int()[:, None]
-    k = _positions(tile.keys, S, device).int()
+    b = positions(tile.batch, B, device).int()[:, None, None, None]
+    h = positions(tile.heads, H, device).int()[:, None, None]
+    q = positions(tile.queries, L, device).int()[:, None]
+    k = positions(tile.keys, S, device).int()
     row = _mix(_mix(_mix(seed[0] ^ b) ^ h) ^ q) ^ seed[1]
     # Uniform on the int32 range, so a share of p lies below this threshold.
     threshold = min(round(request.dropout_p * 2**32) - 2**31, 2**31 - 1)

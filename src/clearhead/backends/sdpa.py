@@ -55,7 +55,8 @@ def _plan(request: Request) -> list[Tile]:
     _, _, L, S = request.sizes
     mask, bias = request.mask, request.attn_bias
     if (mask is None or mask._same_for_every_query()) and (bias is None or bias.shape[2] == 1):
-        return [Tile(ALL, ALL, slice(0, L), slice(0, S), L, S, request.query.device)]
+        keys = range(S) if mask is None else mask._reach(range(L), L, S) or range(1)
+        return [Tile(ALL, ALL, slice(0, L), slice(keys.start, keys.stop), L, S, request.query.device)]
     heads = [1 if mask is None else mask.axes.get("h", 1), 1 if bias is None else bias.shape[1]]
     return tiles(request, maps=max(heads))
 
@@ -63,14 +64,12 @@ def _plan(request: Request) -> list[Tile]:
 def _run_tile(request: Request, tile: Tile) -> Tensor:
     query = request.query[tile.batch, :, tile.queries]
     key, value = (tensor[tile.batch, :, tile.keys] for tensor in (request.key, request.value))
-    if key.shape[2] == 0:
-        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
     visible = visible_tile(request, tile)
     bias = bias_tile(request, tile)
     mask = visible
     if bias is not None:
         assert visible is not None  # a bias always says what it leaves visible
-        mask = bias.masked_fill(~visible, -torch.inf).to(query.dtype)
+        mask = bias.masked_fill(~visible, -torch.inf)  # float32 beside half inputs: rounding it would lose more
     context = _fused(request, query, key, value, attn_mask=mask)
     if visible is None:
         return context
@@ -85,9 +84,6 @@ def _fused(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    if attn_mask is not None:
-        # Only a mask of full size (its axes may have stride 0) takes the fused CPU kernel.
-        attn_mask = attn_mask.expand(query.shape[0], -1, query.shape[2], key.shape[2])
     return F.scaled_dot_product_attention(
         query,
         key,

@@ -1,18 +1,12 @@
 """Masks: immutable values that say which keys a query may attend to. True always means *may attend*."""
 
-from clearhead.masks.base import ALL, And, Index, Mask, Not, Or, Tile
+from clearhead.masks.base import And, Mask, Not, Or
 from clearhead.masks.convert import as_mask, mask_from_mha, mask_from_sdpa
-from clearhead.masks.kinds import (
-    Allowed,
-    Blocked,
-    Causal,
-    KeyPadding,
-    Prefix,
-    QueryPadding,
-    Segments,
-    Window,
-)
 from clearhead.masks.parse import parse_mask
+from clearhead.masks.relative import Causal, Window
+from clearhead.masks.tensors import Allowed, Blocked
+from clearhead.masks.tiles import ALL, Index, Tile, positions
+from clearhead.masks.tokens import KeyPadding, Prefix, QueryPadding, Segments
 
 __all__ = [
     "ALL",
@@ -34,4 +28,5 @@ __all__ = [
     "mask_from_mha",
     "mask_from_sdpa",
     "parse_mask",
+    "positions",
 ]

@@ -12,31 +12,19 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import reduce
-from typing import Any, ClassVar, NamedTuple, NoReturn, Self, cast
+from typing import Any, ClassVar, NoReturn, Self, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from clearhead.errors import MaskError
+from clearhead.masks.tiles import ALL, Tile, cells, one_index, positions
 
-Index = slice | Tensor
-ALL = slice(None)
-AXIS_NAMES = {"b": "batch", "h": "heads", "q": "queries", "k": "keys"}
+AXIS_NAMES = {"b": "batch items", "h": "heads", "q": "queries", "k": "keys"}
 _SHOWN_ELEMENTS = 1024  # a repr is constructive up to this many tensor elements
+_BRIEF = 120  # characters of a mask in an error message
 _TILE_ELEMENTS = 2**20  # statistics over a mask look at about this many pairs at a time
-
-
-class Tile(NamedTuple):
-    """A part of the (batch, heads, queries, keys) box: slices, or 1-D index tensors, in an L x S attention."""
-
-    batch: Index
-    heads: Index
-    queries: Index
-    keys: Index
-    L: int
-    S: int
-    device: torch.device
 
 
 # Frozen means frozen: a subclass of a frozen dataclass takes new attributes unless it is one itself.
@@ -89,10 +77,10 @@ class Mask:
     def _tile(self, tile: Tile) -> Tensor:
         """The mask on a tile: bool, four axes, broadcastable to (batch, heads, queries, keys) of the tile."""
         device = tile.device
-        b = _positions(tile.batch, self.axes.get("b", 1), device)
-        h = _positions(tile.heads, self.axes.get("h", 1), device)
-        q = _positions(tile.queries, tile.L, device)
-        k = _positions(tile.keys, tile.S, device)
+        b = positions(tile.batch, self.axes.get("b", 1), device)
+        h = positions(tile.heads, self.axes.get("h", 1), device)
+        q = positions(tile.queries, tile.L, device)
+        k = positions(tile.keys, tile.S, device)
         visible = self._rule(b[:, None, None, None], h[:, None, None], q[:, None], k, tile.L, tile.S)
         return visible[(None,) * (4 - visible.ndim)]
 
@@ -109,9 +97,8 @@ class Mask:
                 size = leaf.axes.get(axis, 1)
                 if size not in (1, expected):
                     raise MaskError(
-                        f"{leaf!r} is for {size} {name}, but the inputs have {expected} {name} "
-                        f"(B={B}, H={H}, L={L}, S={S}). Build the mask for {expected} {name}, or with 1 to "
-                        f"broadcast."
+                        f"{leaf.brief()} is for {size} {name}, but the inputs have {expected} {name} "
+                        f"(B={B}, H={H}, L={L}, S={S}): build the mask for these."
                     )
             leaf._check_values(L, S)
 
@@ -184,10 +171,10 @@ class Mask:
               no   KeyPadding(lengths=[8, 5]): key 5 is padding, item 1 has 5 real keys
         """
         B, H = self._own_sizes(L, S)
-        q, k = _one_index("query", query, L), _one_index("key", key, S)
+        q, k = one_index("query", query, L), one_index("key", key, S)
         # A mask that doesn't depend on the batch (or the heads) says the same for each item.
-        b = _one_index("batch", batch, B) if B != 1 else 0
-        h = _one_index("head", head, H) if H != 1 else 0
+        b = one_index("batch", batch, B) if B != 1 else 0
+        h = one_index("head", head, H) if H != 1 else 0
 
         def verdict(mask: Mask) -> bool:
             b_at, h_at, q_at, k_at = (torch.tensor(i, device=mask.device) for i in (b, h, q, k))
@@ -212,14 +199,14 @@ class Mask:
             ■ ■ ■ ■ ■
         """
         B, H = self._own_sizes(L, S)
-        b = _one_index("batch", batch, B) if B != 1 else 0
-        h = _one_index("head", head, H) if H != 1 else 0
-        columns = _cells(S, max_cells)
+        b = one_index("batch", batch, B) if B != 1 else 0
+        h = one_index("head", head, H) if H != 1 else 0
+        columns = cells(S, max_cells)
         lines = []
-        for r in _cells(L, max_cells):
+        for r in cells(L, max_cells):
             visible = self._visible_by_key(slice(b, b + 1), slice(h, h + 1), r, L, S)[0, 0]
-            cells = [(int(visible[c.start : c.stop].sum()), len(r) * len(c)) for c in columns]
-            lines.append(" ".join("■" if n == whole else "▒" if n else "·" for n, whole in cells))
+            counts = [(int(visible[c.start : c.stop].sum()), len(r) * len(c)) for c in columns]
+            lines.append(" ".join("■" if n == whole else "▒" if n else "·" for n, whole in counts))
         return "\n".join(lines)
 
     def _visible_by_key(self, batch: slice, heads: slice, queries: range, L: int, S: int) -> Tensor:
@@ -295,12 +282,17 @@ class Mask:
         leaves, spec = _pytree.tree_flatten(self)
         return hash((type(self), str(spec), tuple(tuple(leaf.shape) for leaf in leaves)))
 
+    def brief(self) -> str:
+        """The repr, cut where it would fill a message."""
+        text = repr(self)
+        return text if len(text) <= _BRIEF else f"{text[: _BRIEF - 20]} ... {text[-15:]}"
+
     def __repr__(self) -> str:
         shown = []
         for field in fields(self):
             value = getattr(self, field.name)
             if field.repr and value is not field.default and value != field.default:
-                shown.append(f"{field.name}={_show(value)}")
+                shown.append(f"{field.name}={show(value)}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
     # -- pytree: tensors are leaves, all else is static -------------------------------------------------------
@@ -379,8 +371,8 @@ class _Joined(_Composite):
                 elif size not in (1, other.axes[axis]):
                     name = AXIS_NAMES[axis]
                     raise MaskError(
-                        f"masks joined by {self._sign} must agree in {name}, or have 1: {other!r} is for "
-                        f"{other.axes[axis]} {name}, {leaf!r} for {size}."
+                        f"masks joined by {self._sign} must agree in {name}, or have 1: {other.brief()} is for "
+                        f"{other.axes[axis]} {name}, {leaf.brief()} for {size}."
                     )
         devices = {leaf.device for leaf in self._leaves()} - {None}
         if len(devices) > 1:
@@ -462,32 +454,16 @@ def _bare(cls: type[Any], attributes: list[tuple[str, Any]]) -> Any:
     return instance
 
 
-def _positions(index: Index, size: int, device: torch.device) -> Tensor:
-    """The integers that an index selects from ``range(size)``; an axis of size 1 is never cut, it broadcasts."""
-    if size == 1:
-        return torch.zeros(1, dtype=torch.int64, device=device)
-    if isinstance(index, slice):
-        start, stop, step = index.indices(size)
-        return torch.arange(start, stop, step, device=device)
-    return index
-
-
-def _one_index(name: str, index: int, size: int) -> int:
-    if not -size <= index < size:
-        raise IndexError(f"{name} {index} is out of range: there are {size} ({name} -{size} to {size - 1}).")
-    return index % size
-
-
-def _cells(size: int, most: int) -> list[range]:
-    """0..size cut into at most `most` runs of nearly equal length."""
-    n = min(size, most)
-    return [range(i * size // n, (i + 1) * size // n) for i in range(n)]
-
-
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value as a repr writes it; small tensors as lists, so that the repr can be typed back."""
     if not isinstance(value, Tensor):
         return repr(value)
     if value.numel() > _SHOWN_ELEMENTS:
         kind = str(value.dtype).removeprefix("torch.")
         return f"<{kind} tensor {tuple(value.shape)}>"
     return repr(value.tolist())
+
+
+def broadcast(index: Tensor, table: Tensor, axis: int = 0) -> Tensor:
+    """The index into an axis of a table; an axis of size 1 broadcasts."""
+    return index if table.shape[axis] != 1 else torch.zeros_like(index)

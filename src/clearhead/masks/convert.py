@@ -7,7 +7,8 @@ from torch import Tensor
 
 from clearhead.errors import MaskError
 from clearhead.masks.base import Mask
-from clearhead.masks.kinds import Allowed, Blocked, Causal
+from clearhead.masks.relative import Causal
+from clearhead.masks.tensors import Allowed, Blocked
 
 
 def as_mask(mask: Mask | Tensor | None, B: int, H: int, L: int, S: int) -> Mask | None:

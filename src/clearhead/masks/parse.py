@@ -10,12 +10,16 @@ import ast
 import warnings
 
 from clearhead.errors import MaskError
-from clearhead.masks import kinds
 from clearhead.masks.base import Mask
+from clearhead.masks.relative import Causal, Window
+from clearhead.masks.tensors import Allowed, Blocked
+from clearhead.masks.tokens import KeyPadding, Prefix, QueryPadding, Segments
 
 MAX_CHARACTERS = 10_000
 MAX_DEPTH = 50
-KINDS: dict[str, type[Mask]] = {name: getattr(kinds, name) for name in kinds.__all__}
+KINDS: dict[str, type[Mask]] = {
+    kind.__name__: kind for kind in (Allowed, Blocked, Causal, KeyPadding, Prefix, QueryPadding, Segments, Window)
+}
 
 
 def parse_mask(text: str) -> Mask:
@@ -87,7 +91,7 @@ def _literal(node: ast.expr) -> object:
     for part in ast.walk(node):
         if not isinstance(part, allowed):
             raise _refused(node, "arguments must be numbers, strings, True, False, None or lists of them")
-        if isinstance(part, ast.Constant) and isinstance(part.value, int) and part.value >= 2**31:
+        if isinstance(part, ast.Constant) and isinstance(part.value, int) and part.value > 2**63:
             raise _refused(part, f"too large a number ({part.value.bit_length()} bits)")
     try:
         return ast.literal_eval(node)

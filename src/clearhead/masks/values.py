@@ -1,0 +1,77 @@
+"""What masks are built from, checked once: lengths, 0/1 rows, ids, bool tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import MaskError
+
+Lengths = Tensor | Sequence[int] | int
+Rows = Tensor | Sequence[Sequence[int]]
+
+
+def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    """MaskError unless the value is one of the choices."""
+    if value not in choices:
+        raise MaskError(f"{owner}: {name} must be {' or '.join(map(repr, choices))}, not {value!r}.")
+
+
+def as_tensor(owner: str, data: object, empty: torch.dtype) -> Tensor:
+    """A tensor as it is, nested lists as a tensor; an empty list carries no dtype of its own and gets `empty`."""
+    if isinstance(data, Tensor):
+        return data
+    try:
+        tensor = torch.as_tensor(data)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MaskError(f"{owner} takes a tensor or nested lists of equal lengths: {error}.") from None
+    return tensor if tensor.numel() else tensor.to(empty)
+
+
+def as_integers(owner: str, name: str, data: object) -> Tensor:
+    """Integers of any shape, as int64."""
+    tensor = as_tensor(owner, data, empty=torch.int64)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise MaskError(f"{owner}: {name} must be integers, not {tensor.dtype}.")
+    return tensor.long()
+
+
+def as_lengths(owner: str, lengths: Lengths) -> Tensor:
+    """(B,) lengths, at least 0; an int is a batch of one, which broadcasts."""
+    tensor = as_integers(owner, "lengths", lengths)
+    if tensor.ndim == 0:
+        tensor = tensor[None]
+    if tensor.ndim != 1:
+        raise MaskError(f"{owner}: lengths must be an int or (B,), not {tuple(tensor.shape)}.")
+    if tensor.numel() and int(tensor.min()) < 0:
+        raise MaskError(f"{owner}: lengths must be >= 0, but one is {int(tensor.min())}.")
+    return tensor
+
+
+def zero_one_rows(owner: str, name: str, data: object) -> Tensor:
+    """(B, tokens) flags as bool, from bool or 0/1 integers."""
+    tensor = as_tensor(owner, data, empty=torch.bool)
+    if tensor.ndim != 2:
+        raise MaskError(f"{owner}: {name} must have two axes, (batch, tokens), not {tuple(tensor.shape)}.")
+    if tensor.dtype == torch.bool:
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise MaskError(f"{owner}: {name} must be bool or 0/1 integers, not {tensor.dtype}.")
+    if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) <= 1:
+        raise MaskError(
+            f"{owner}: {name} must be bool or 0/1 integers, but it holds {int(tensor.min())} to "
+            f"{int(tensor.max())}. From token ids: {owner}.from_ids(ids, pad_id=...)."
+        )
+    return tensor.bool()
+
+
+def id_rows(name: str, data: object) -> Tensor:
+    """(B, tokens) ids; one row is a batch of one."""
+    tensor = as_integers("Segments", name, data)
+    if tensor.ndim == 1:
+        tensor = tensor[None]
+    if tensor.ndim != 2:
+        raise MaskError(f"Segments: {name} must be (B, tokens) or (tokens,), not {tuple(tensor.shape)}.")
+    return tensor
