@@ -177,7 +177,7 @@ def test_an_item_is_drawn_where_the_batch_is_too_many():
         ("Causal()\nCausal()", "mask expression"),
         ("Prefix(" + "9" * 9_900 + ")", "digits"),
         ("Prefix(0x" + "f" * 9_900 + ")", "number|digits"),
-        ("Prefix(2147483648)", "too large a number"),
+        ("Prefix(99999999999999999999)", "too large a number"),
         ("Prefix(1e400)", "integers"),
         ("Prefix(1j)", "integers"),
         ("Prefix(None)", "Prefix"),

@@ -75,9 +75,9 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     # Dtypes and kinds.
     "dtypes": (typed(torch.float32, torch.float64, torch.float32), ShapeError, r"not float32, float64, float32"),
     "half value": (typed(torch.float32, torch.float32, torch.bfloat16), ShapeError, r"float32, float32, bfloat16"),
-    "integers": (typed(*[torch.int64] * 3), ShapeError, r"one floating-point dtype, not int64, int64, int64"),
-    "complex": (typed(*[torch.complex64] * 3), ShapeError, r"one floating-point dtype, not complex64"),
-    "bool": (typed(*[torch.bool] * 3), ShapeError, r"one floating-point dtype, not bool"),
+    "integers": (typed(*[torch.int64] * 3), ShapeError, r"one floating-point dtype .*, not int64, int64, int64"),
+    "complex": (typed(*[torch.complex64] * 3), ShapeError, r"one floating-point dtype .*, not complex64"),
+    "bool": (typed(*[torch.bool] * 3), ShapeError, r"one floating-point dtype .*, not bool"),
     "list": (lambda: ch.attention([[1.0]], zeros(1, 1), zeros(1, 1)), TypeError, r"query must be a torch.Tensor, not list"),  # type: ignore[call-overload]
     "no value": (lambda: ch.attention(zeros(1, 1), zeros(1, 1), None), TypeError, r"value must be a torch.Tensor, not NoneType"),  # type: ignore[call-overload]
     "devices": (
@@ -86,15 +86,15 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"must be on one device, not cpu, meta, cpu",
     ),
     # Masks that don't fit.
-    "lengths for another batch": (masked(KeyPadding([5, 3, 1])), MaskError, r"KeyPadding\(lengths=\[5, 3, 1\]\) is for 3 batch, but the inputs have 2 batch \(B=2, H=3, L=5, S=7\)"),
-    "a length too long": (masked(KeyPadding([7, 8])), MaskError, r"KeyPadding\(lengths=\[7, 8\]\): a length of 8 is more than the 7 keys there are"),
-    "a query length too long": (masked(QueryPadding([6, 1])), MaskError, r"a length of 6 is more than the 5 queries there are"),
+    "lengths for another batch": (masked(KeyPadding([5, 3, 1])), MaskError, r"KeyPadding\(lengths=\[5, 3, 1\]\) is for 3 batch items, but the inputs have 2 batch items \(B=2, H=3, L=5, S=7\)"),
+    "a length too long": (masked(KeyPadding([7, 8])), MaskError, r"KeyPadding\(lengths=\[7, 8\]\): a length of 8 is more than the 7 keys"),
+    "a query length too long": (masked(QueryPadding([6, 1])), MaskError, r"a length of 6 is more than the 5 queries"),
     "real for other keys": (masked(KeyPadding(real=ones(B, 6))), MaskError, r"is for 6 keys, but the inputs have 7 keys"),
     "real of one key": (masked(KeyPadding(real=ones(B, 1))), MaskError, r"is for 1 keys, but the inputs have 7"),
     "real for other queries": (masked(QueryPadding(real=ones(B, S))), MaskError, r"is for 7 queries, but the inputs have 5 queries"),
     "segments": (masked(Segments(torch.zeros(B, L, dtype=torch.int64))), MaskError, r"is for 5 keys, but the inputs have 7 keys"),
     "segments of one": (masked(Segments([0] * L, [0])), MaskError, r"ids for 5 queries and 1 keys, but the inputs have L=5 and S=7"),
-    "prefix too long": (masked(Prefix(8)), MaskError, r"Prefix\(lengths=\[8\]\): a prefix of 8 keys is longer than the 7 keys there are"),
+    "prefix too long": (masked(Prefix(8)), MaskError, r"Prefix\(lengths=\[8\]\): a prefix of 8 keys is longer than the 7 keys"),
     "allowed": (masked(Allowed(ones(4, 7), axes="hk")), MaskError, r"is for 4 heads, but the inputs have 3 heads"),
     "inside a joined mask": (masked(Causal() & ~(Window(1) | Prefix(8))), MaskError, r"a prefix of 8 keys is longer than the 7"),
     # Bare tensors.
@@ -154,7 +154,6 @@ def test_wrong_call(wrong: Callable[[], object], kind: type[Exception], message:
     assert caught.type is kind
 
 
-@pytest.mark.xfail(strict=True, reason="the message spells out a mask of up to 1,024 elements: 6,000 characters here")
 def test_a_message_stays_short_enough_to_read() -> None:
     with pytest.raises(MaskError, match="is for 32 queries") as caught:
         call(mask=Allowed(ones(32, 32), axes="qk"))()
@@ -173,7 +172,6 @@ def test_a_value_of_four_million_rows(no_work: None) -> None:
         ch.attention(query, query, value)
 
 
-@pytest.mark.xfail(strict=True, reason="what `observe` asks for is checked after the output is computed")
 @pytest.mark.parametrize(
     ("observe", "kind", "message"),
     [
@@ -203,7 +201,6 @@ def test_at_out_of_range(at: At, message: str) -> None:
             call(observe=Observe(**{name: at}))()
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="'bool' object has no attribute 'asks', after the work")
 def test_observe_is_an_observe() -> None:
     with pytest.raises(TypeError, match="observe"):
         call(observe=True)()
@@ -247,12 +244,10 @@ def test_malformed_mask(build: Callable[[], object], message: str) -> None:
         build()
 
 
-@pytest.mark.xfail(strict=True, reason="a width from 2**63 on wraps around in the comparison: everything is hidden")
 def test_a_window_wider_than_an_int64() -> None:
     assert Window(left=2**63).dense(2, 2).any()
 
 
-@pytest.mark.xfail(strict=True, reason="the advice 'or with 1 to broadcast' is wrong for padding and segments")
 def test_no_advice_to_broadcast_one_token() -> None:
     with pytest.raises(MaskError, match="is for 6 keys") as caught:
         call(mask=KeyPadding(real=ones(B, 6)))()
@@ -318,14 +313,11 @@ def test_wrong_module_call(
     assert caught.type is kind
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="torch's own message from inside the projection: no names"
-)
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ((zeros(2, 5, 11),), r"query.*11.*12"),
-        ((zeros(2, 5, 12), zeros(2, 7, 11)), r"key.*11.*12"),
+        ((zeros(2, 5, 11),), r"query.*12.*11"),
+        ((zeros(2, 5, 12), zeros(2, 7, 11)), r"key.*12.*11"),
         ((zeros(2, 5, 12, dtype=torch.float64),), r"float64.*float32"),
     ],
 )

@@ -294,7 +294,7 @@ def test_masks_on_two_devices_do_not_combine() -> None:
 @pytest.mark.parametrize(
     ("one", "two", "message"),
     [
-        (KeyPadding([3, 2]), Prefix([1, 2, 3]), r"agree in batch.* is for 2 batch, .* for 3"),
+        (KeyPadding([3, 2]), Prefix([1, 2, 3]), r"agree in batch.* is for 2 batch items, .* for 3"),
         (QueryPadding(real=[[1, 1, 0]]), Segments([0, 0, 1, 1]), r"agree in queries.* is for 3 queries, .* for 4"),
         (Allowed([True] * 3, axes="h"), Blocked([True] * 5, axes="h"), r"agree in heads.* is for 3 heads, .* for 5"),
     ],

@@ -412,10 +412,6 @@ def test_wrong_sizes(arguments: tuple[int, int], options: dict[str, Any], messag
         MultiHeadAttention(*arguments, **options)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="only embed_dim, num_heads and num_kv_heads are checked, though sizes below 1 are documented as errors",
-)
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", ["head_dim", "value_head_dim", "kdim", "vdim"])
 @pytest.mark.parametrize("size", [0, -1])
@@ -424,7 +420,6 @@ def test_widths_below_one(name: str, size: int) -> None:
         MultiHeadAttention(12, 3, **{name: size})
 
 
-@pytest.mark.xfail(strict=True, reason="the module takes any scale; the function finds out in the first call")
 @pytest.mark.parametrize("scale", [math.nan, math.inf])
 def test_scale_is_checked_when_the_module_is_built(scale: float) -> None:
     with pytest.raises(ValueError, match="scale must be a finite number"):

@@ -106,9 +106,6 @@ def test_from_torch_keeps_what_is_frozen_and_to_torch_too() -> None:
     assert frozen == ["q_proj.weight", "out_proj.bias"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="to_torch makes every parameter trainable; from_torch keeps frozen ones frozen"
-)
 def test_to_torch_keeps_what_is_frozen() -> None:
     ours = MultiHeadAttention(12, 3)
     for parameter in ours.parameters():

@@ -7,7 +7,7 @@ for the heads and queries asked for only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,13 @@ def look(request: Request, aside: SetAside | None, observe: Observe) -> dict[str
         observe: what is asked.
     """
     with torch.set_grad_enabled(observe.grad and torch.is_grad_enabled()):
-        found = _statistics(request, aside, observe)
+        asked = [name for name in STATISTICS if observe.asks(name)]
+        # In a graph each statistic is a pass of its own: a checkpoint recomputes all that was computed together,
+        # and would keep what the loss makes no use of.
+        together = [[name] for name in asked] if request.needs_grad else [asked] if asked else []
+        found: dict[str, Any] = {}
+        for names in together:
+            found |= _statistics(request, aside, _only(observe, names))
         for name in MAPS:
             at = getattr(observe, name)
             if at:
@@ -51,19 +57,30 @@ def look(request: Request, aside: SetAside | None, observe: Observe) -> dict[str
     return found
 
 
+def _only(observe: Observe, names: list[str]) -> Observe:
+    """The same, with these statistics only."""
+    nothing: dict[str, Any] = {
+        f.name: f.default for f in fields(Observe) if f.name in STATISTICS and f.name not in names
+    }
+    return replace(observe, **nothing)
+
+
 # -- statistics ------------------------------------------------------------------------------------------------
 
 
-def _sharpness(sight: Sight) -> dict[str, Tensor]:
-    """The largest weight, log-sum-exp and entropy of each query, which share their work."""
+def _sharpness(sight: Sight, observe: Observe) -> dict[str, Tensor]:
+    """The largest weight, log-sum-exp and entropy of each query, which share their work; those asked for."""
     max_weight = sight.weights.amax(dim=-1)  # 0 in a dead row
     # The largest weight is exp(largest score - lse): two maxima instead of another pass of exponentials.
     lse = torch.where(max_weight == 0, -torch.inf, sight.scores.amax(dim=-1) - max_weight.log())
-    # -sum w log w with log w = score - lse: exact for small weights, and hidden ones count as 0.
-    log_weights = sight.scores - lse[..., None]
-    if sight.visible is not None:
-        log_weights = log_weights.masked_fill(~sight.visible, 0.0)
-    return {"max_weight": max_weight, "lse": lse, "entropy": -(sight.weights * log_weights).sum(dim=-1)}
+    found = {"max_weight": max_weight, "lse": lse}
+    if observe.entropy:
+        # -sum w log w with log w = score - lse: exact for small weights, and hidden ones count as 0.
+        log_weights = sight.scores - lse[..., None]
+        if sight.visible is not None:
+            log_weights = log_weights.masked_fill(~sight.visible, 0.0)
+        found["entropy"] = -(sight.weights * log_weights).sum(dim=-1)
+    return {name: part for name, part in found.items() if observe.asks(name)}
 
 
 def _distance(sight: Sight) -> Tensor:
@@ -136,7 +153,7 @@ def _measure(sight: Sight, observe: Observe) -> dict[str, Tensor]:
     """Everything asked for of one tile; composite results under names of their own."""
     found: dict[str, Tensor] = {}
     if observe.lse or observe.entropy or observe.max_weight:
-        found |= {name: part for name, part in _sharpness(sight).items() if observe.asks(name)}
+        found |= _sharpness(sight, observe)
     if observe.distance:
         found["distance"] = _distance(sight)
     if observe.received:
@@ -162,8 +179,6 @@ _TOTALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _statistics(request: Request, aside: SetAside | None, observe: Observe) -> dict[str, Any]:
-    if not any(observe.asks(name) for name in STATISTICS):
-        return {}
     _, _, _, S = request.sizes
     if S == 0:
         return _of_no_keys(request, observe)

@@ -110,8 +110,8 @@ def dropped(request: Request, tile: Tile, weights: Tensor) -> Tensor:
     """Weights after dropout: a share of p set to zero, the others divided by 1 - p."""
     if request.dropout_p == 0:
         return weights
-    factor = 1 / (1 - request.dropout_p) if request.dropout_p < 1 else 0.0
-    return torch.where(kept(request, tile), weights * factor, 0.0)
+    # With p = 1 nothing is kept, and the factor never counts.
+    return torch.where(kept(request, tile), weights / (1 - request.dropout_p or 1.0), 0.0)
 
 
 def _context(request: Request, tile: Tile) -> Tensor:

@@ -14,9 +14,11 @@ from clearhead.masks import Tile, positions
 
 
 def kept(request: Request, tile: Tile) -> Tensor:
-    """True where the weight is kept, with probability 1 - dropout_p: bool (b, h, q, k) of the tile."""
+    """Which weights of the tile are kept, each with probability 1 - dropout_p: bool, broadcastable to its shape."""
     B, H, L, S = request.sizes
     device = tile.device
+    if request.dropout_p == 1.0:
+        return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
     assert request.seed is not None  # a request with dropout has one
     seed = request.seed.to(device=device, dtype=torch.int32)
     b = positions(tile.batch, B, device).int()[:, None, None, None]
@@ -25,7 +27,7 @@ def kept(request: Request, tile: Tile) -> Tensor:
     k = positions(tile.keys, S, device).int()
     row = _mix(_mix(_mix(seed[0] ^ b) ^ h) ^ q) ^ seed[1]
     # Uniform on the int32 range, so a share of p lies below this threshold.
-    threshold = min(round(request.dropout_p * 2**32) - 2**31, 2**31 - 1)
+    threshold = min(round(request.dropout_p * 2**32), 2**32 - 1) - 2**31
     return _mix(_mix(row) ^ k) >= threshold
 
 

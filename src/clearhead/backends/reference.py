@@ -47,6 +47,6 @@ class Reference(Backend):
 
         if request.dropout_p > 0:
             keep = kept(request, Tile(ALL, ALL, ALL, ALL, L, S, query.device))
-            # With p = 1 nothing is kept: the factor never counts.
-            weights = torch.where(keep, weights / max(1 - request.dropout_p, 1e-30), 0.0)
+            # With p = 1 nothing is kept, and the factor never counts.
+            weights = torch.where(keep, weights / (1 - request.dropout_p or 1.0), 0.0)
         return (weights @ value).to(request.query.dtype)
