@@ -10,7 +10,7 @@ from clearhead.checks import Request
 from clearhead.masks import ALL, Tile
 
 TILE_ELEMENTS = 2**19  # scores at a time: 2 MiB in float32, which stays in the cache
-MAX_ROWS = 512  # beyond that a matmul gains nothing, and a causal tile would compute more hidden scores
+MAX_ROWS = 256  # beyond that a matmul gains nothing, and a causal tile would compute more hidden scores
 MIN_ROWS = 8
 
 
