@@ -367,9 +367,6 @@ def test_double_backward_and_gradcheck() -> None:
     assert torch.autograd.gradgradcheck(lambda x: mha(x, mask=mask, backend="blockwise"), x)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="the default backend is torch's fused kernel, which has neither"
-)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch\'s own, in jvp
 @pytest.mark.parametrize("twice", [True, False], ids=["double backward", "forward mode"])
 def test_second_derivatives_without_naming_a_backend(twice: bool) -> None:

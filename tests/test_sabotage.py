@@ -113,7 +113,7 @@ class HeadsInTurn(Wrong):
     def given(self, request: Request) -> Request:
         group = request.group
         key, value = (tensor.repeat(1, group, 1, 1) for tensor in (request.key, request.value))
-        return request.with_tensors(request.query, key, value, request.attn_bias)
+        return request.on((request.query, key, value), request.attn_bias)
 
 
 class ScaleDropped(Wrong):
@@ -167,7 +167,7 @@ class SlightlyOff(Wrong):
 class HalfPrecisionInside(Wrong):
     def given(self, request: Request) -> Request:
         half = [tensor.float().to(tensor.dtype) for tensor in (request.query, request.key, request.value)]
-        return request.with_tensors(*half, request.attn_bias)
+        return request.on(half, request.attn_bias)
 
 
 def _dead(request: Request) -> Tensor:
@@ -178,16 +178,14 @@ def _dead(request: Request) -> Tensor:
 
 class KeysWithoutGradient(Wrong):
     def given(self, request: Request) -> Request:
-        return request.with_tensors(
-            request.query, request.key + (request.key * 0).detach() - (request.key - request.key.detach()),
-            request.value, request.attn_bias,
-        )  # fmt: skip
+        key = request.key + (request.key * 0).detach() - (request.key - request.key.detach())
+        return request.on((request.query, key, request.value), request.attn_bias)
 
 
 class ValueGradientDoubled(Wrong):
     def given(self, request: Request) -> Request:
         value = 2 * request.value - request.value.detach()
-        return request.with_tensors(request.query, request.key, value, request.attn_bias)
+        return request.on((request.query, request.key, value), request.attn_bias)
 
 
 class BiasGradientLost(Wrong):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,8 +65,9 @@ class Request:
         tensors = (self.query, self.key, self.value, self.attn_bias)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
-    def with_tensors(self, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None) -> Request:
-        """The same call on other tensors of the same shapes."""
+    def on(self, tensors: Sequence[Tensor], attn_bias: Tensor | None) -> Request:
+        """The same call on another query, key, value and bias of the same shapes."""
+        query, key, value = tensors
         return replace(self, query=query, key=key, value=value, attn_bias=attn_bias)
 
 

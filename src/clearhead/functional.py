@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from clearhead.backends import choose
@@ -102,12 +104,19 @@ def attention(
     if observe is not None:
         check_observe(observe, request.sizes)
     chosen = choose(request, backend)
-    finite, aside = set_aside(request)
-    context = chosen.run(finite)
-    if aside is not None:
-        context = aside.restore(context)
-    out = without_added_axes(context, request.axes)
-    return out if observe is None else (out, seen_of(request, finite, aside, context, observe))
+    with in_own_precision(request):
+        finite, aside = set_aside(request)
+        context = chosen.run(finite)
+        if aside is not None:
+            context = aside.restore(context)
+        out = without_added_axes(context, request.axes)
+        return out if observe is None else (out, seen_of(request, finite, aside, context, observe))
+
+
+def in_own_precision(request: Request) -> AbstractContextManager[Any]:
+    """Autocast ends where a call begins: the inputs' dtype decides, and statistics stay float32."""
+    device = request.query.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def seen_of(request: Request, finite: Request, aside: SetAside | None, context: Tensor, observe: Observe) -> Seen:

@@ -60,7 +60,7 @@ def look(request: Request, aside: SetAside | None, observe: Observe) -> dict[str
 def _only(observe: Observe, names: list[str]) -> Observe:
     """The same, with these statistics only."""
     nothing: dict[str, Any] = {
-        f.name: f.default for f in fields(Observe) if f.name in STATISTICS and f.name not in names
+        f.name: f.default for f in fields(observe) if f.name in STATISTICS and f.name not in names
     }
     return replace(observe, **nothing)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clearhead.backends.nonfinite import set_aside
 from clearhead.checks import check, check_observe
 from clearhead.compat.transformers import Call, is_transformers_model, listening
-from clearhead.functional import seen_of
+from clearhead.functional import in_own_precision, seen_of
 from clearhead.masks import And, KeyPadding, Mask, QueryPadding
 from clearhead.multihead import MultiHeadAttention
 from clearhead.observe import Observe, Seen
@@ -154,10 +154,12 @@ def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
     def heard(call: Call) -> None:
         request = check(call.query, call.key, call.value, call.mask, call.attn_bias, call.scale, 0.0)
         check_observe(observe, request.sizes)
-        finite, aside = set_aside(request)
         # A layer of the model itself; one that was swapped in meanwhile has no name.
         name = names.get(call.module, type(call.module).__name__)
-        recording._calls.setdefault(name, []).append(seen_of(request, finite, aside, call.context, observe))
+        with in_own_precision(request):
+            finite, aside = set_aside(request)
+            seen = seen_of(request, finite, aside, call.context, observe)
+        recording._calls.setdefault(name, []).append(seen)
 
     with ExitStack() as stack:
         if is_transformers_model(model):

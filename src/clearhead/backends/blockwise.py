@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.backends.base import Backend
+from clearhead.backends.derivatives import transforming
 from clearhead.backends.dropout import kept
 from clearhead.checks import Request
 from clearhead.masks import Tile
@@ -39,9 +40,9 @@ class Blockwise(Backend):
 def over_tiles(request: Request, plan: list[Tile], compute: Callable[[Tile], T]) -> Iterator[tuple[Tile, T]]:
     """`compute` of every tile; where autograd listens, its inside is not kept but recomputed.
 
-    A single tile is small by construction: it's kept.
+    A single tile is small by construction: it's kept. Inside torch.func nothing can be recomputed.
     """
-    recompute = request.needs_grad and len(plan) > 1
+    recompute = request.needs_grad and len(plan) > 1 and not transforming()
     for tile in plan:
         if recompute:
             yield tile, checkpoint(compute, tile, use_reentrant=False, preserve_rng_state=False)

@@ -67,11 +67,11 @@ def set_aside(request: Request) -> tuple[Request, SetAside | None]:
     bias = request.attn_bias
     if bias is not None:
         bias = torch.where(torch.isfinite(bias) | (bias == -torch.inf), bias, 0.0)
-    query, key, value = (
+    finite = [
         tensor.masked_fill(bad[..., None], 0.0)
         for tensor, bad in ((query, aside.query), (key, aside.key), (value, aside.value))
-    )
-    return request.with_tensors(query, key, value, bias), aside
+    ]
+    return request.on(finite, bias), aside
 
 
 def _surely_finite(request: Request) -> bool:

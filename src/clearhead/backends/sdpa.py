@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clearhead.backends.base import Backend
-from clearhead.backends.blockwise import assemble, bias_tile, over_tiles, visible_tile
+from clearhead.backends.blockwise import Blockwise, assemble, bias_tile, over_tiles, visible_tile
+from clearhead.backends.derivatives import differentiable, transforming
 from clearhead.checks import Request
 from clearhead.masks import ALL, Causal, Tile
 from clearhead.plan import tiles
@@ -28,7 +29,7 @@ class Sdpa(Backend):
         B, _, L, S = request.sizes
         E, Ev = request.query.shape[-1], request.value.shape[-1]
         found = []
-        if min(B, L, S, E, Ev) == 0:
+        if 0 in (B, L, S, E, Ev):
             found.append("empty inputs are left to plain torch")
         if Ev != E:
             found.append(f"head widths differ (E={E}, Ev={Ev}): torch would materialise L x S")
@@ -38,17 +39,23 @@ class Sdpa(Backend):
             found.append(f"scale {request.scale:g} <= 0: NaN with causal on the CPU")
         if request.attn_bias is not None and request.attn_bias.requires_grad:
             found.append("the bias needs a gradient: torch would materialise L x S")
+        if transforming():
+            found.append("inside torch.func or forward-mode differentiation: torch's kernels have no rules for them")
         return found
 
     def run(self, request: Request) -> Tensor:
         """One call where one is enough, else a call for each run of queries."""
-        _, _, L, S = request.sizes
-        if request.mask is None and request.attn_bias is None:
-            return _fused(request, request.query, request.key, request.value)
-        if isinstance(request.mask, Causal) and request.attn_bias is None and L == S:
-            return _fused(request, request.query, request.key, request.value, is_causal=True)
-        plan = _plan(request)
-        return assemble(over_tiles(request, plan, lambda tile: _run_tile(request, tile)))
+        return differentiable(_run, Blockwise().run, request)
+
+
+def _run(request: Request) -> Tensor:
+    _, _, L, S = request.sizes
+    if request.mask is None and request.attn_bias is None:
+        return _fused(request, request.query, request.key, request.value)
+    if isinstance(request.mask, Causal) and request.attn_bias is None and L == S:
+        return _fused(request, request.query, request.key, request.value, is_causal=True)
+    plan = _plan(request)
+    return assemble(over_tiles(request, plan, lambda tile: _run_tile(request, tile)))
 
 
 def _plan(request: Request) -> list[Tile]:

@@ -115,8 +115,9 @@ class Mask:
             >>> KeyPadding(lengths=[3, 2]).to("cpu")
             KeyPadding(lengths=[3, 2])
         """
-        moved: Self = _pytree.tree_map(lambda tensor: tensor.to(device), self)
-        return moved
+        attributes = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        moved = [(name, value.to(device) if isinstance(value, Tensor) else value) for name, value in attributes]
+        return cast("Self", _bare(type(self), moved))
 
     def dense(self, L: int, S: int) -> Tensor:
         """The whole mask as a bool tensor, True = may attend; accepted back as a mask.
@@ -309,7 +310,8 @@ class Mask:
 
     def _flatten(self) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
         names = tuple(name for name in self._tensors if getattr(self, name) is not None)
-        static = tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.name not in names)
+        # Numbers read to the host (init=False) are left out: with other values it's still the same program.
+        static = tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.init and f.name not in names)
         return [getattr(self, name) for name in names], (("tensors", names), *static)
 
     def _flatten_with_keys(self) -> tuple[list[Any], Any]:
@@ -320,7 +322,8 @@ class Mask:
     def _unflatten(cls, children: Any, static: Any) -> Self:
         # Values were checked when the mask was built; inside a transform the leaves may be batched or fake.
         (_, names), *rest = static
-        return cast("Self", _bare(cls, [*zip(names, children, strict=True), *rest]))
+        unknown = [(f.name, f.default) for f in fields(cls) if not f.init]
+        return cast("Self", _bare(cls, [*zip(names, children, strict=True), *rest, *unknown]))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -328,6 +331,10 @@ class _Composite(Mask):
     """Parts combined pair by pair."""
 
     parts: tuple[Mask, ...]
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same mask with the tensors of all its parts on `device`."""
+        return cast("Self", _bare(type(self), [("parts", tuple(part.to(device) for part in self.parts))]))
 
     def __post_init__(self) -> None:
         """Check that the parts fit together; here, so that the generated __init__ calls it in every subclass."""

@@ -28,8 +28,9 @@ def positions(index: Index, size: int, device: torch.device) -> Tensor:
     if size == 1:
         return torch.zeros(1, dtype=torch.int64, device=device)
     if isinstance(index, slice):
-        start, stop, step = index.indices(size)
-        return torch.arange(start, stop, step, device=device)
+        # Not slice.indices(): it would turn the symbolic sizes of an exported program into numbers.
+        start = 0 if index.start is None else index.start
+        return torch.arange(start, size if index.stop is None else index.stop, device=device)
     return index
 
 

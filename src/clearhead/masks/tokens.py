@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clearhead.errors import MaskError
 from clearhead.masks.base import AXIS_NAMES, Mask, broadcast, frozen
-from clearhead.masks.values import Lengths, Rows, as_lengths, check_choice, id_rows, zero_one_rows
+from clearhead.masks.values import Lengths, Rows, as_lengths, check_choice, extremes, id_rows, span, zero_one_rows
 
 Side = Literal["right", "left"]
 
@@ -23,9 +23,9 @@ class _Padding(Mask):
     lengths: Tensor | None = None
     real: Tensor | None = None
     side: Side = "right"
-    # Real tokens lie in positions [first, last) of every item: known once, on the host.
-    _first: int = field(default=0, init=False, repr=False)
-    _last: int = field(default=0, init=False, repr=False)
+    # Real tokens of all items lie in positions [first, last), known once on the host; None = unknown.
+    _first: int | None = field(default=None, init=False, repr=False)
+    _last: int | None = field(default=None, init=False, repr=False)
 
     _tensors: ClassVar[tuple[str, ...]] = ("lengths", "real")
     _axis: ClassVar[str]
@@ -38,16 +38,16 @@ class _Padding(Mask):
             raise MaskError(
                 f"{name} takes either lengths=(B,) or real=(B, {self._axis.upper()}): exactly one of them."
             )
-        first, last = 0, 0
+        first: int | None = 0
         if lengths is not None:
             lengths = as_lengths(name, lengths)
-            last = int(lengths.max()) if lengths.numel() else 0
+            known = extremes(lengths)
+            last = None if known is None else known[1]
         else:
             real = zero_one_rows(name, "real", real)
             if side != "right":
                 raise MaskError(f"{name}: side goes with lengths=; real= already says where the padding is.")
-            used = real.any(dim=0).nonzero()
-            first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+            first, last = span(real)
         values = {"lengths": lengths, "real": real, "side": side, "_first": first, "_last": last}
         for key, value in values.items():
             object.__setattr__(self, key, value)
@@ -80,7 +80,9 @@ class _Padding(Mask):
             raise MaskError(
                 f"{self.brief()} is for {self.real.shape[1]} {AXIS_NAMES[self._axis]}, but the inputs have {size}."
             )
-        if self.lengths is not None and self._last > size:
+        if torch.compiler.is_compiling():
+            return  # a program for any lengths
+        if self.lengths is not None and self._last is not None and self._last > size:
             raise MaskError(
                 f"{self.brief()}: a length of {self._last} is more than the {size} {AXIS_NAMES[self._axis]}."
             )
@@ -93,10 +95,12 @@ class _Padding(Mask):
         return position < lengths if self.side == "right" else position >= size - lengths
 
     def _span(self, size: int) -> range:
-        """Positions that are real in some item."""
+        """Positions that are real in some item; all of them in a program for any lengths."""
+        if torch.compiler.is_compiling():
+            return range(size)
         if self.real is not None or self.side == "right":
-            return range(self._first, self._last)
-        return range(size - self._last, size)
+            return range(self._first or 0, size if self._last is None else self._last)
+        return range(0 if self._last is None else size - self._last, size)
 
     def _why_token(self, b: int, position: int, size: int) -> str:
         b = b if self.axes["b"] > 1 else 0
@@ -255,7 +259,7 @@ class Prefix(Mask):
     """
 
     lengths: Tensor
-    _last: int = field(default=0, init=False, repr=False)
+    _last: int | None = field(default=None, init=False, repr=False)
 
     _tensors: ClassVar[tuple[str, ...]] = ("lengths",)
     _same_for_all_queries: ClassVar[bool] = True
@@ -263,7 +267,8 @@ class Prefix(Mask):
     def __init__(self, lengths: Lengths) -> None:
         lengths = as_lengths("Prefix", lengths)
         object.__setattr__(self, "lengths", lengths)
-        object.__setattr__(self, "_last", int(lengths.max()) if lengths.numel() else 0)
+        known = extremes(lengths)
+        object.__setattr__(self, "_last", None if known is None else known[1])
 
     @property
     def axes(self) -> dict[str, int]:
@@ -271,14 +276,14 @@ class Prefix(Mask):
         return {"b": self.lengths.shape[0]}
 
     def _check_values(self, L: int, S: int) -> None:
-        if self._last > S:
+        if not torch.compiler.is_compiling() and self._last is not None and self._last > S:
             raise MaskError(f"{self.brief()}: a prefix of {self._last} keys is longer than the {S} keys there are.")
 
     def _rule(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, L: int, S: int) -> Tensor:
         return k < self.lengths[broadcast(b, self.lengths)]
 
     def _reach(self, queries: range, L: int, S: int) -> range:
-        return range(self._last)
+        return range(S if torch.compiler.is_compiling() or self._last is None else self._last)
 
     def _why(self, b: int, h: int, q: int, k: int, L: int, S: int) -> str:
         return f"the first {int(self.lengths[b if len(self.lengths) > 1 else 0])} keys are open to all queries"

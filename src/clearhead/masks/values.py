@@ -13,6 +13,26 @@ Lengths = Tensor | Sequence[int] | int
 Rows = Tensor | Sequence[Sequence[int]]
 
 
+def extremes(tensor: Tensor) -> tuple[int, int] | None:
+    """The smallest and the largest number, read once to the host; None if there are none.
+
+    Also None inside a compiled or exported program, whose tensors have no values yet: what depends on them is not
+    checked, and nothing is skipped, there.
+    """
+    if tensor.numel() == 0 or torch.compiler.is_compiling():
+        return None
+    low, high = torch.aminmax(tensor)
+    return int(low), int(high)
+
+
+def span(real: Tensor) -> tuple[int | None, int | None]:
+    """From the first to behind the last position (of the second axis) that any row has; None, None if unknown."""
+    if torch.compiler.is_compiling():
+        return None, None
+    used = real.any(dim=0).nonzero()
+    return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+
+
 def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     """MaskError unless the value is one of the choices."""
     if value not in choices:
@@ -45,8 +65,9 @@ def as_lengths(owner: str, lengths: Lengths) -> Tensor:
         tensor = tensor[None]
     if tensor.ndim != 1:
         raise MaskError(f"{owner}: lengths must be an int or (B,), not {tuple(tensor.shape)}.")
-    if tensor.numel() and int(tensor.min()) < 0:
-        raise MaskError(f"{owner}: lengths must be >= 0, but one is {int(tensor.min())}.")
+    known = extremes(tensor)
+    if known is not None and known[0] < 0:
+        raise MaskError(f"{owner}: lengths must be >= 0, but one is {known[0]}.")
     return tensor
 
 
@@ -59,10 +80,11 @@ def zero_one_rows(owner: str, name: str, data: object) -> Tensor:
         return tensor
     if tensor.is_floating_point() or tensor.is_complex():
         raise MaskError(f"{owner}: {name} must be bool or 0/1 integers, not {tensor.dtype}.")
-    if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) <= 1:
+    known = extremes(tensor)
+    if known is not None and not 0 <= known[0] <= known[1] <= 1:
         raise MaskError(
-            f"{owner}: {name} must be bool or 0/1 integers, but it holds {int(tensor.min())} to "
-            f"{int(tensor.max())}. From token ids: {owner}.from_ids(ids, pad_id=...)."
+            f"{owner}: {name} must be bool or 0/1 integers, but it holds {known[0]} to "
+            f"{known[1]}. From token ids: {owner}.from_ids(ids, pad_id=...)."
         )
     return tensor.bool()
 
