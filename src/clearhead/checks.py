@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask, as_mask
@@ -57,7 +57,7 @@ class Request:
     @property
     def acc_dtype(self) -> torch.dtype:
         """What scores and statistics are computed in: float64 for float64, else float32."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        return accumulating(self.query.dtype)
 
     @property
     def needs_grad(self) -> bool:
@@ -69,6 +69,11 @@ class Request:
         """The same call on another query, key, value and bias of the same shapes."""
         query, key, value = tensors
         return replace(self, query=query, key=key, value=value, attn_bias=attn_bias)
+
+
+def accumulating(dtype: torch.dtype) -> torch.dtype:
+    """What sums over inputs of this dtype are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check(
@@ -84,8 +89,8 @@ def check(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}.")
-    _check_shapes(query, key, value)
     _check_kinds(query, key, value)
+    _check_shapes(query, key, value)
     axes = query.ndim
     query, key, value = (_four_axes(tensor, axes) for tensor in (query, key, value))
     B, H, L, E = query.shape
@@ -99,6 +104,8 @@ def check(
         attn_bias = _check_bias(attn_bias, axes, (B, H, L, S), query.device)
     if scale is None:
         scale = E**-0.5 if E else 1.0
+    elif isinstance(scale, Tensor):
+        raise TypeError("scale must be a number, not a tensor: a learned scale is a factor on the query.")
     elif not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, not {scale}.")
     if not 0.0 <= dropout_p <= 1.0:
@@ -162,6 +169,10 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise ShapeError(
+            "nested tensors are not supported: pad them (nested.to_padded_tensor) and pass a KeyPadding."
+        )
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key, value)]
     if len(set(dtypes)) > 1 or query.dtype not in DTYPES:
         raise ShapeError(
@@ -209,3 +220,53 @@ def without_added_axes(tensor: Tensor, axes: int) -> Tensor:
     if axes == 4:
         return tensor
     return tensor.squeeze(1) if axes == 3 else tensor.squeeze(1).squeeze(0)
+
+
+def check_inputs(query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
+    """Validate what `MultiHeadAttention` is called with.
+
+    Raises:
+        TypeError: a mask in the place of key or value, value without key, or no tensor.
+        ShapeError: not three axes.
+    """
+    for name, tensor in (("key", key), ("value", value)):
+        if isinstance(tensor, Mask) or (isinstance(tensor, Tensor) and tensor.dtype == torch.bool):
+            raise TypeError(f"got a mask in the place of {name}: pass it by name, mask=...")
+    if key is None and value is not None:
+        raise TypeError("value was given without key: pass both, or the memory alone as key.")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}.")
+        if tensor.ndim != 3:
+            raise ShapeError(
+                f"{name} must be (batch, length, width), batch first, not {tuple(tensor.shape)}: "
+                f"a single sequence is {name}[None]."
+            )
+
+
+def check_widths(given: Sequence[Tensor], projections: Sequence[nn.Module]) -> None:
+    """Validate query, key and value against the projections that take them.
+
+    A replaced projection takes what it likes; of a plain ``nn.Linear`` the width and dtype are known.
+
+    Raises:
+        ShapeError: another width or dtype.
+    """
+    for name, tensor, projection in zip(("query", "key", "value"), given, projections, strict=True):
+        if type(projection) is nn.Linear:
+            _check_fits(name, tensor, projection)
+
+
+def _check_fits(name: str, given: Tensor, projection: nn.Linear) -> None:
+    weight = projection.weight
+    if given.shape[-1] != projection.in_features:
+        raise ShapeError(
+            f"{name} must be (batch, length, {projection.in_features}), not {tuple(given.shape)}: its last axis is "
+            f"{given.shape[-1]} wide."
+        )
+    if given.dtype != weight.dtype and not torch.is_autocast_enabled(given.device.type):
+        raise ShapeError(
+            f"{name} is {given.dtype} and the parameters are {weight.dtype}: convert one of them with .to()."
+        )

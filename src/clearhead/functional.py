@@ -135,7 +135,9 @@ def seen_of(request: Request, finite: Request, aside: SetAside | None, context: 
     seen |= look(finite, aside, observe)
     if observe.context:
         seen["context"] = context
-    return Seen({name: _as_asked(part, request, observe) for name, part in seen.items()}, request.mask, request.sizes)
+    return Seen(
+        {name: _as_asked(part, request, observe) for name, part in seen.items()}, request.mask, request.sizes, observe
+    )
 
 
 def _as_asked(part: Any, request: Request, observe: Observe) -> Any:

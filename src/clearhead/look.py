@@ -278,13 +278,13 @@ def _map_tile(request: Request, aside: SetAside | None, name: str, tile: Tile) -
 
 def _last_alive(request: Request) -> Tensor:
     """(B,), each item's last query that sees a key in some head; the last of all if there is none."""
-    B, _, L, S = request.sizes
-    positions = torch.arange(L, device=request.query.device)
-    found = []
-    for b in range(B):
-        rows = Tile(slice(b, b + 1), ALL, slice(0, L), ALL, L, S, request.query.device)
-        visible = visible_tile(request, rows)
-        alive = positions if visible is None else positions.where(visible.any(dim=-1).any(dim=1)[0], -1)
-        found.append(alive.amax())
-    last = torch.stack(found)
+
+    def alive(tile: Tile) -> Tensor:
+        visible = visible_tile(request, tile)
+        rows = torch.ones(1, 1, 1, dtype=torch.bool, device=tile.device) if visible is None else visible.any(dim=-1)
+        return rows.expand(request.query[tile.batch, :, tile.queries].shape[:3])
+
+    seeing = assemble((tile, alive(tile)) for tile in tiles(request)).any(dim=1)
+    L = request.query.shape[2]
+    last = torch.where(seeing, torch.arange(L, device=seeing.device), -1).amax(dim=-1)
     return last.where(last >= 0, L - 1)

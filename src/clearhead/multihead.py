@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 
+from clearhead.backends.nonfinite import by_rows
+from clearhead.checks import check_inputs, check_widths
 from clearhead.errors import ShapeError
 from clearhead.functional import attention
 from clearhead.masks import Mask
-from clearhead.observe import MODULE, Observe, Seen
+from clearhead.observe import Observe, Seen
 
 
 class Core(nn.Module):
@@ -199,42 +202,31 @@ class MultiHeadAttention(nn.Module):
             TypeError: a mask in the place of key or value.
             ShapeError, MaskError, BackendError: as in `clearhead.attention`.
         """
-        _check_inputs(query, key, value)
+        check_inputs(query, key, value)
         key = query if key is None else key
         value = key if value is None else value
-        for name, given, projection in (
-            ("query", query, self.q_proj),
-            ("key", key, self.k_proj),
-            ("value", value, self.v_proj),
-        ):
-            _check_fits(name, given, projection)
-        projected = {
-            "query_projected": self.q_proj(query),
-            "key_projected": self.k_proj(key),
-            "value_projected": self.v_proj(value),
-        }
-        q = _split(projected["query_projected"], self.head_dim)
-        k = _split(projected["key_projected"], self.head_dim)
-        v = _split(projected["value_projected"], self.value_head_dim)
-        options: dict[str, Any] = {
-            "mask": mask,
-            "attn_bias": attn_bias,
-            "scale": self.scale,
-            "dropout_p": self.dropout_p if self.training else 0.0,
-            "backend": backend,
-        }
+        check_widths((query, key, value), (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = by_rows((self.q_proj, self.k_proj, self.v_proj), (query, key, value))
+        result = self.core(
+            _split(q, self.head_dim),
+            _split(k, self.head_dim),
+            _split(v, self.value_head_dim),
+            observe=observe,
+            mask=mask,
+            attn_bias=attn_bias,
+            scale=self.scale,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            backend=backend,
+        )
+        merged = _merge(result if observe is None else result[0])
+        output: Tensor = self.out_proj(merged)
         if observe is None:
-            return cast("Tensor", self.out_proj(_merge(self.core(q, k, v, **options))))
-        context, seen = self.core(q, k, v, observe=observe, **options)
-        merged = _merge(context)
-        output = self.out_proj(merged)
-        parts = {**projected, **seen, "merged": merged, "output": output}
-        kept = {
-            name: part if name not in MODULE or observe.grad else part.detach()
-            for name, part in parts.items()
-            if observe.asks(name)
-        }
-        return output, Seen(kept, seen.mask, seen.sizes)
+            return output
+        seen: Seen = result[1]
+        outer = {"query_projected": q, "key_projected": k, "value_projected": v, "merged": merged, "output": output}
+        return output, seen.with_fields(
+            {name: part if observe.grad else part.detach() for name, part in outer.items() if observe.asks(name)}
+        )
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiHeadAttention:
@@ -255,6 +247,8 @@ class MultiHeadAttention(nn.Module):
             >>> torch.allclose(MultiHeadAttention.from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
             True
         """
+        if not isinstance(module, nn.MultiheadAttention):
+            raise TypeError(f"from_torch takes a torch.nn.MultiheadAttention, not {type(module).__name__}.")
         if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
             raise ValueError(
                 "from_torch can't carry over add_bias_kv or add_zero_attn: they add keys that are in no input."
@@ -265,25 +259,20 @@ class MultiHeadAttention(nn.Module):
             module.num_heads,
             kdim=module.kdim,
             vdim=module.vdim,
-            bias=module.in_proj_bias is not None,
+            bias=module.in_proj_bias is not None or module.out_proj.bias is not None,
             dropout_p=module.dropout,
             device=parameter.device,
             dtype=parameter.dtype,
         )
-        if module.in_proj_weight is not None:
-            weights = module.in_proj_weight.chunk(3)
-        else:
-            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        packed = module.in_proj_weight is not None
+        weights = module.in_proj_weight.chunk(3) if packed else tuple(_weights_in(module))
+        q, k, v, out = (cast("nn.Linear", p) for p in (mha.q_proj, mha.k_proj, mha.v_proj, mha.out_proj))
+        for projection, weight in zip((q, k, v, out), (*weights, module.out_proj.weight), strict=True):
+            _copy([weight], [projection.weight])
         biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-        projections = [cast("nn.Linear", p) for p in (mha.q_proj, mha.k_proj, mha.v_proj, mha.out_proj)]
-        sources = [*zip(weights, biases, strict=True), (module.out_proj.weight, module.out_proj.bias)]
-        with torch.no_grad():
-            for projection, (weight, bias) in zip(projections, sources, strict=True):
-                projection.weight.copy_(weight)
-                projection.weight.requires_grad_(weight.requires_grad)
-                if bias is not None:
-                    projection.bias.copy_(bias)
-                    projection.bias.requires_grad_(bias.requires_grad)
+        for projection, bias in zip((q, k, v, out), (*biases, module.out_proj.bias), strict=True):
+            if bias is not None:  # one that is missing there stays zero here
+                _copy([bias], [projection.bias])
         return mha.train(module.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
@@ -300,7 +289,7 @@ class MultiHeadAttention(nn.Module):
             True
         """
         projections = (self.q_proj, self.k_proj, self.v_proj, self.out_proj)
-        if not all(type(projection) is nn.Linear for projection in projections):
+        if not all(type(projection) is nn.Linear and not projection._forward_pre_hooks for projection in projections):
             raise ValueError("to_torch needs the four projections to be plain nn.Linear: one was replaced.")
         q, k, v, out = (cast("nn.Linear", projection) for projection in projections)
         D = out.out_features
@@ -316,25 +305,20 @@ class MultiHeadAttention(nn.Module):
             D,
             heads,
             dropout=self.dropout_p,
-            bias=q.bias is not None,
+            bias=any(p.bias is not None for p in (q, k, v, out)),
             kdim=k.in_features,
             vdim=v.in_features,
             batch_first=True,
             device=q.weight.device,
             dtype=q.weight.dtype,
         )
-        with torch.no_grad():
-            if module.in_proj_weight is not None:
-                module.in_proj_weight.copy_(torch.cat([q.weight, k.weight, v.weight]))
-            else:
-                module.q_proj_weight.copy_(q.weight)
-                module.k_proj_weight.copy_(k.weight)
-                module.v_proj_weight.copy_(v.weight)
-            module.out_proj.weight.copy_(out.weight)
-            if q.bias is not None:
-                module.in_proj_bias.copy_(torch.cat([q.bias, k.bias, v.bias]))
-                module.out_proj.bias.copy_(out.bias)
-        _freeze_alike(module, q, k, v, out)
+        _copy([q.weight, k.weight, v.weight], _weights_in(module))
+        _copy([out.weight], [module.out_proj.weight])
+        if module.in_proj_bias is not None:
+            # Torch's module has all biases or none: one that is missing here is zero there.
+            bias = [p.bias if p.bias is not None else p.weight.new_zeros(p.out_features) for p in (q, k, v, out)]
+            _copy(bias[:3], [module.in_proj_bias])
+            _copy(bias[3:], [module.out_proj.bias])
         return module.train(self.training)
 
     def extra_repr(self) -> str:
@@ -342,18 +326,22 @@ class MultiHeadAttention(nn.Module):
         return f"head_dim={self.head_dim}, value_head_dim={self.value_head_dim}, dropout_p={self.dropout_p}"
 
 
-def _freeze_alike(module: nn.MultiheadAttention, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear) -> None:
-    """What is frozen stays frozen; a packed parameter is frozen if all its parts are."""
+def _weights_in(module: nn.MultiheadAttention) -> list[nn.Parameter]:
+    """The input weights of torch's module: one packed parameter, or three."""
     if module.in_proj_weight is not None:
-        module.in_proj_weight.requires_grad_(any(p.weight.requires_grad for p in (q, k, v)))
-    else:
-        module.q_proj_weight.requires_grad_(q.weight.requires_grad)
-        module.k_proj_weight.requires_grad_(k.weight.requires_grad)
-        module.v_proj_weight.requires_grad_(v.weight.requires_grad)
-    module.out_proj.weight.requires_grad_(out.weight.requires_grad)
-    if module.in_proj_bias is not None:
-        module.in_proj_bias.requires_grad_(any(p.bias.requires_grad for p in (q, k, v)))
-        module.out_proj.bias.requires_grad_(out.bias.requires_grad)
+        return [module.in_proj_weight]
+    return [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy parameters, several into a packed one; what is frozen stays frozen, packed if all its parts are."""
+    if len(targets) == 1:
+        trainable = any(source.requires_grad for source in sources)
+        sources = [torch.cat([source.detach() for source in sources]).requires_grad_(trainable)]
+    with torch.no_grad():
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+            target.requires_grad_(source.requires_grad)
 
 
 def _split(projected: Tensor, head_dim: int) -> Tensor:
@@ -369,37 +357,3 @@ def _split(projected: Tensor, head_dim: int) -> Tensor:
 def _merge(context: Tensor) -> Tensor:
     """(B, H, L, Ev) -> (B, L, H * Ev)."""
     return context.transpose(-3, -2).flatten(-2)
-
-
-def _check_fits(name: str, given: Tensor, projection: nn.Module) -> None:
-    """A replaced projection takes what it likes; of a plain one the width and dtype are known."""
-    if type(projection) is not nn.Linear:
-        return
-    weight = projection.weight
-    if given.shape[-1] != projection.in_features:
-        raise ShapeError(
-            f"{name} must be (batch, length, {projection.in_features}), not {tuple(given.shape)}: its last axis is "
-            f"{given.shape[-1]} wide."
-        )
-    if given.dtype != weight.dtype and not torch.is_autocast_enabled(given.device.type):
-        raise ShapeError(
-            f"{name} is {given.dtype} and the parameters are {weight.dtype}: convert one of them with .to()."
-        )
-
-
-def _check_inputs(query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
-    for name, tensor in (("key", key), ("value", value)):
-        if isinstance(tensor, Mask) or (isinstance(tensor, Tensor) and tensor.dtype == torch.bool):
-            raise TypeError(f"got a mask in the place of {name}: pass it by name, mask=...")
-    if key is None and value is not None:
-        raise TypeError("value was given without key: pass both, or the memory alone as key.")
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}.")
-        if tensor.ndim != 3:
-            raise ShapeError(
-                f"{name} must be (batch, length, width), batch first, not {tuple(tensor.shape)}: "
-                f"a single sequence is {name}[None]."
-            )

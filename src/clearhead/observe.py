@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,14 +61,16 @@ def indices(name: str, choice: Choice, size: int) -> Tensor | None:
         return None
     if isinstance(choice, slice):
         return torch.arange(*choice.indices(size))
-    chosen = [choice] if isinstance(choice, int) else [int(i) for i in choice]
+    chosen = [choice] if isinstance(choice, int) else list(choice)
     for i in chosen:
+        if isinstance(i, bool) or not isinstance(i, Integral):
+            raise TypeError(f"At({name}=...) takes an int, a list of ints, a slice or None, not {choice!r}.")
         if not -size <= i < size:
             raise IndexError(f"At({name}={i}) is out of range: there are {size} {name} ({-size} to {size - 1}).")
-    return torch.tensor([i % size for i in chosen], dtype=torch.int64)
+    return torch.tensor([int(i) % size for i in chosen], dtype=torch.int64)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # it may hold tensors: equal is what is the same
 class Observe:
     """What to look at during a call; everything is off by default.
 
@@ -144,11 +147,16 @@ class Observe:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"Observe({name}=...) takes a number >= 1, not {value!r}.")
+        for f in fields(self):
+            if f.default is False and f.name not in MAPS and not isinstance(getattr(self, f.name), bool):
+                raise ValueError(f"Observe({f.name}=...) takes True or False, not {getattr(self, f.name)!r}.")
         for name in MAPS:
             if not isinstance(getattr(self, name), bool | At):
                 raise ValueError(f"Observe({name}=...) takes True or an At, not {getattr(self, name)!r}.")  # noqa: TRY004
         if self.offsets is not None:
-            object.__setattr__(self, "offsets", tuple(int(d) for d in self.offsets))
+            if not isinstance(self.offsets, Iterable) or not all(isinstance(d, int) for d in self.offsets):
+                raise ValueError(f"Observe(offsets=...) takes a list of distances (ints), not {self.offsets!r}.")
+            object.__setattr__(self, "offsets", tuple(self.offsets))
         for name, keys in (self.mass or {}).items():
             if not isinstance(keys, Tensor) or keys.dtype != torch.bool or keys.ndim != 2:
                 raise ValueError(f"Observe(mass={{{name!r}: ...}}) takes a bool tensor (B|1, S).")
@@ -166,6 +174,10 @@ class Observe:
         flags: dict[str, Any] = dict.fromkeys(on, True)
         return cls(grad=grad, **flags)
 
+    def whole(self, name: str) -> bool:
+        """Whether a map is asked for as a whole, not a choice of it."""
+        return getattr(self, name) in (True, At())
+
     def asks(self, name: str) -> bool:
         """Whether the field is asked for."""
         value = getattr(self, name)
@@ -180,6 +192,7 @@ class Seen(Mapping[str, Any]):
         fields: the values by name.
         mask: the mask of the call (None = everything visible), to tell a hidden weight from a zero.
         sizes: (B, Hq, L, S) of the call.
+        observe: what was asked for.
 
     Example:
         >>> x = torch.randn(1, 2, 3, 4)
@@ -193,6 +206,11 @@ class Seen(Mapping[str, Any]):
     fields: dict[str, Any]
     mask: Mask | None = None
     sizes: tuple[int, int, int, int] = (0, 0, 0, 0)
+    observe: Observe = Observe()
+
+    def with_fields(self, fields: Mapping[str, Any]) -> Seen:
+        """The same with more fields."""
+        return Seen({**self.fields, **fields}, self.mask, self.sizes, self.observe)
 
     def plot(
         self,
@@ -226,10 +244,9 @@ class Seen(Mapping[str, Any]):
 
         B, H, L, S = self.sizes
         weights: Tensor = self.weights
-        if weights.numel() != B * H * L * S:
+        if not self.observe.whole("weights"):
             raise ValueError(
-                f"plot shows whole maps, (B, Hq, L, S) = {(B, H, L, S)}, but the weights are {tuple(weights.shape)}: "
-                f"ask for Observe(weights=True)."
+                f"plot shows whole maps, but {self.observe.weights} chose a part: ask for Observe(weights=True)."
             )
         if not -B <= batch < B:
             raise IndexError(f"batch item {batch} is out of range: there are {B}.")
@@ -243,6 +260,10 @@ class Seen(Mapping[str, Any]):
             tokens,
             tokens if key_tokens is None and L == S else key_tokens,
         )
+
+    # Tensors have no truth to compare by: what was seen equals only itself.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "fields":

@@ -37,7 +37,7 @@ def labels_for(labels: Labels | Sequence[str] | None, batch: int, length: int) -
 
 def _panel(name: str, seen: Seen) -> Panel:
     entropy = seen.get("entropy")
-    if "weights" in seen:
+    if "weights" in seen and seen.observe.whole("weights"):
         weights: Tensor = seen.weights
         return Panel(name, _visible(seen.mask, *seen.sizes[2:]), weights=weights, entropy=entropy)
     if "pooled" in seen and "top_k" in seen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -128,8 +130,8 @@ def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
     output), so `received` counts real queries only.
 
     Args:
-        model: a transformers model whose attention goes through its registry (``"sdpa"`` or ``"eager"``), or
-            any module that contains `MultiHeadAttention`.
+        model: any module that contains transformers models (their attention going through the registry, by
+            ``"sdpa"`` or ``"eager"``) or `MultiHeadAttention`. Padding of the latter is read from `KeyPadding`.
         observe: what to look at; `Seen` has the fields of `clearhead.attention` (but ``dropped_weights``).
 
     Yields:
@@ -145,50 +147,76 @@ def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
         >>> recording["second"].received.shape, recording[1] is recording["second"]
         (torch.Size([1, 4, 3]), True)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"record takes a torch.nn.Module, not {type(model).__name__}.")
+    if not isinstance(observe, Observe):
+        raise TypeError(f"observe must be an Observe, as in Observe(entropy=True), not {observe!r}.")
     # A recorded call is looked at without its dropout, whose mask the model doesn't show.
     observe = replace(observe, dropped_weights=False)
     names = {module: name for name, module in model.named_modules()}
     own = [module for module in names if isinstance(module, MultiHeadAttention)]
+    foreign = _outermost([module for module in names if is_transformers_model(module)])
+    _check_model(model, names, bool(own or foreign))
     recording = Recording(list(names.values()))
 
     def heard(call: Call) -> None:
+        name = names.get(call.module)
+        if name is None:
+            return  # another model that shares this one's configuration
         request = check(call.query, call.key, call.value, call.mask, call.attn_bias, call.scale, 0.0)
         check_observe(observe, request.sizes)
-        # A layer of the model itself; one that was swapped in meanwhile has no name.
-        name = names.get(call.module, type(call.module).__name__)
         with in_own_precision(request):
             finite, aside = set_aside(request)
             seen = seen_of(request, finite, aside, call.context, observe)
-        recording._calls.setdefault(name, []).append(seen)
+        recording._calls[name].append(seen)
 
     with ExitStack() as stack:
-        if is_transformers_model(model):
-            stack.enter_context(listening(model, heard))
-        elif not own:
-            raise ValueError(
-                f"{type(model).__name__} has nothing to record: no clearhead.MultiHeadAttention among its "
-                f"{len(names)} modules, and it is no transformers model."
-            )
+        for module in foreign:
+            stack.enter_context(listening(module, heard))
         for module in own:
             stack.enter_context(_listening_to(module, heard))
         yield recording
 
 
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those that are inside no other."""
+    inside = {part for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if module not in inside]
+
+
+def _check_model(model: nn.Module, names: dict[nn.Module, str], something: bool) -> None:
+    """Say what can't be recorded: as an error if it's all there is, else as a warning."""
+    kind = type(model).__name__
+    if any(type(module).__name__ == "OptimizedModule" for module in names):
+        raise ValueError(
+            f"{kind} holds a compiled module, which doesn't say when its layers run: record the module before "
+            f"torch.compile, as in record(compiled._orig_mod, ...)."
+        )
+    torchs = [name or kind for module, name in names.items() if isinstance(module, nn.MultiheadAttention)]
+    if not something:
+        found = f" ({len(torchs)} torch.nn.MultiheadAttention, to be converted by from_torch)" if torchs else ""
+        raise ValueError(
+            f"{kind} has nothing to record: no clearhead.MultiHeadAttention and no transformers model among its "
+            f"{len(names)} modules{found}."
+        )
+    if torchs:
+        warnings.warn(f"not recorded: torch.nn.MultiheadAttention at {', '.join(torchs)}.", stacklevel=4)
+
+
 @contextmanager
 def _listening_to(mha: MultiHeadAttention, heard: Callable[[Call], None]) -> Iterator[None]:
     """While this lasts, `heard` is called after every call of a clearhead module."""
-    itself = False
+    call = threading.local()
 
     def before(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        nonlocal itself
         query, key, *_rest = [*args, None, None]
         query, key = options.get("query", query), options.get("key", key)
-        itself = key is None or key is query
+        call.itself = key is None or key is query
 
     def after(_: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], result: Any) -> None:
         context = result[0] if isinstance(result, tuple) else result
         mask, bias = options["mask"], options["attn_bias"]
-        mask = with_padded_queries(mask) if itself and isinstance(mask, Mask) else mask
+        mask = with_padded_queries(mask) if call.itself and isinstance(mask, Mask) else mask
         query, key, value = args
         heard(Call(mha, query, key, value, mask, bias, options["scale"], context))
 

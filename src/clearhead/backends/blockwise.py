@@ -56,7 +56,11 @@ def assemble(parts: Iterable[tuple[Tile, Tensor]]) -> Tensor:
     for tile, part in parts:
         start = tile.batch.start if isinstance(tile.batch, slice) else 0
         rows.setdefault(start or 0, []).append(part)
-    return torch.cat([torch.cat(run, dim=2) for run in rows.values()], dim=0)
+    return _cat([_cat(run, dim=2) for run in rows.values()], dim=0)
+
+
+def _cat(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # torch copies a single part, too
 
 
 def raw_scores(request: Request, tile: Tile) -> Tensor:

@@ -7,13 +7,15 @@ non-finite itself, or sees a non-finite key, value or bias, is given NaN: in the
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.backends.blockwise import assemble, bias_tile, visible_tile
-from clearhead.checks import Request
+from clearhead.checks import Request, accumulating
 from clearhead.masks import Tile
 from clearhead.plan import tiles
 
@@ -52,7 +54,11 @@ class SetAside:
     def restore(self, context: Tensor) -> Tensor:
         """The context with NaN in every row that must have it."""
         request = self.original
-        bad = assemble((tile, self.sees(tile, values=True)) for tile in tiles(request))[..., None]
+        if request.mask is None and request.attn_bias is None:  # every query sees every key
+            by_head = (self.key | self.value).any(dim=-1, keepdim=True)
+            bad = (self.query | by_head.repeat_interleave(request.group, dim=1))[..., None]
+        else:
+            bad = assemble((tile, self.sees(tile, values=True)) for tile in tiles(request))[..., None]
         # NaN from the query itself, so that its gradient is NaN as well; other rows get no 0 x NaN from here.
         own = torch.where(bad, request.query, 0.0).sum(dim=-1, keepdim=True)
         return torch.where(bad, own * torch.where(bad, torch.nan, 1.0), context).to(context.dtype)
@@ -74,18 +80,41 @@ def set_aside(request: Request) -> tuple[Request, SetAside | None]:
     return request.on(finite, bias), aside
 
 
+def by_rows(projections: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Each projection of its input; a non-finite row gives NaN and takes no part in the gradient.
+
+    A projection's weights would get 0 x NaN from a hidden row: from padding that holds NaN, say.
+    """
+    distinct = {id(tensor): tensor for tensor in inputs}
+    finite = {key for key, tensor in distinct.items() if _all_finite([tensor])}
+    return [
+        projection(tensor) if id(tensor) in finite else _guarded(projection, tensor)
+        for projection, tensor in zip(projections, inputs, strict=True)
+    ]
+
+
+def _guarded(projection: nn.Module, tensor: Tensor) -> Tensor:
+    bad = ~torch.isfinite(tensor.detach()).all(dim=-1, keepdim=True)
+    projected: Tensor = projection(tensor.masked_fill(bad, 0.0))
+    return projected.masked_fill(bad, torch.nan)
+
+
 def _surely_finite(request: Request) -> bool:
+    tensors = [request.query, request.key, request.value]
+    bias = request.attn_bias
+    if bias is not None and bias.numel():
+        top = bias.detach().amax()  # NaN and +inf come through a maximum; -inf only hides
+        tensors.append(torch.where(top == -torch.inf, 0.0, top))
+    return _all_finite(tensors)
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether a glance shows that all is finite; False where a tensor can't be looked at (compile, vmap)."""
     if torch.compiler.is_compiling():
         return False
     try:
         with torch.no_grad():
             # A sum is finite only if every term is.
-            tensors = (request.query, request.key, request.value)
-            finite = all(bool(t.sum(dtype=request.acc_dtype).isfinite()) for t in tensors)
-            if request.attn_bias is not None and request.attn_bias.numel():
-                top = request.attn_bias.amax()  # NaN and +inf come through a maximum; -inf only hides
-                finite = finite and bool(top.isfinite() | (top == -torch.inf))
+            return math.isfinite(sum(t.sum(dtype=accumulating(t.dtype)) for t in tensors))
     except RuntimeError:  # vmap: no control flow on data
         return False
-    return finite

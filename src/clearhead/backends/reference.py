@@ -37,8 +37,9 @@ class Reference(Backend):
         if request.mask is not None:
             visible = visible & request.mask.dense(L, S).to(query.device)
         if request.attn_bias is not None:
-            scores = scores + request.attn_bias.to(scores.dtype)
-            visible = visible & (request.attn_bias != -torch.inf)
+            bias = request.attn_bias.to(scores.dtype)
+            scores = scores + bias
+            visible = visible & (bias != -torch.inf)
 
         # A dead row has no maximum: it is given zeros to exponentiate, and then zero weights.
         scores = scores.masked_fill(~visible, -torch.inf)

@@ -35,9 +35,9 @@ class Sdpa(Backend):
             found.append(f"head widths differ (E={E}, Ev={Ev}): torch would materialise L x S")
         if request.dropout_p > 0:
             found.append("dropout: torch would materialise L x S on the CPU, and its dropped weights can't be seen")
-        if request.scale <= 0:
-            found.append(f"scale {request.scale:g} <= 0: NaN with causal on the CPU")
-        if request.attn_bias is not None and request.attn_bias.requires_grad:
+        if request.scale < torch.finfo(torch.float32).tiny:
+            found.append(f"scale {request.scale:g} <= 0, or 0 in float32: NaN with causal on the CPU")
+        if request.attn_bias is not None and request.attn_bias.requires_grad and torch.is_grad_enabled():
             found.append("the bias needs a gradient: torch would materialise L x S")
         if transforming():
             found.append("inside torch.func or forward-mode differentiation: torch's kernels have no rules for them")
@@ -71,15 +71,15 @@ def _plan(request: Request) -> list[Tile]:
 def _run_tile(request: Request, tile: Tile) -> Tensor:
     query = request.query[tile.batch, :, tile.queries]
     key, value = (tensor[tile.batch, :, tile.keys] for tensor in (request.key, request.value))
-    visible = visible_tile(request, tile)
-    bias = bias_tile(request, tile)
-    mask = visible
-    if bias is not None:
-        assert visible is not None  # a bias always says what it leaves visible
-        mask = bias.masked_fill(~visible, -torch.inf)  # float32 beside half inputs: rounding it would lose more
+    mask = bias_tile(request, tile)  # floats beside half inputs stay float32: rounding them would lose more
+    if mask is None:
+        mask = visible_tile(request, tile)
+    elif request.mask is not None:
+        mask = mask.masked_fill(~request.mask._tile(tile), -torch.inf)
     context = _fused(request, query, key, value, attn_mask=mask)
-    if visible is None:
-        return context
+    if mask is None or query.device.type == "cpu":
+        return context  # torch's CPU kernel gives a dead row zeros
+    visible = mask if mask.dtype == torch.bool else mask != -torch.inf
     return context.masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
 
 

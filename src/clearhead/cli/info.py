@@ -16,7 +16,7 @@ from clearhead.backends import BACKENDS
 from clearhead.checks import Request, check
 from clearhead.cli.terminal import console
 from clearhead.masks import Causal, KeyPadding
-from clearhead.view.report import visible_text
+from clearhead.view.text import visible_text
 
 # What each optional package is installed with.
 EXTRAS = {"transformers": "hf", "tokenizers": "hf", "safetensors": "hf", "matplotlib": "view"}

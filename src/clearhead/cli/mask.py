@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from clearhead.cli.terminal import HIDDEN, beside, console, labelled, mask_picture, one_line_errors
-from clearhead.masks import ALL, Mask, Tile, parse_mask
-from clearhead.view.report import visible_text
+from clearhead.masks import ALL, Mask, parse_mask
+from clearhead.view.text import visible_text
 
 MOST_TOKENS = 100_000
-MOST_PAIRS = 2_000_000_000  # looked at one by one: some seconds
+MOST_PAIRS = 500_000_000  # looked at one by one: some seconds
 POOLED_CELLS = 32  # a side of the picture where not each pair has a cell of its own
 MOST_ITEMS = 16  # batch items listed by their share
-_TILE_PAIRS = 2**20
 
 
 def mask(
@@ -47,10 +44,8 @@ def mask(
                 raise IndexError(f"--{name} {_short(index)} is out of range.")
         S = L if S is None else S
         pair = None if explain is None else _pair(explain)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's parser has opinions on the text: "invalid escape sequence"
-            parsed = parse_mask(expression)
-        B, H = parsed.axes.get("b", 1), parsed.axes.get("h", 1)
+        parsed = parse_mask(expression)
+        B, H = parsed._sizes
         parsed._check(B, H, L, S)
         if 0 in (B, H):
             raise ValueError(f"{parsed!r} is for {B} batch items and {H} heads: there is nothing to draw.")
@@ -119,7 +114,7 @@ def _print_picture(out: Console, drawn: str, parsed: Mask, L: int, S: int, batch
 
 
 def _print_share(out: Console, parsed: Mask, L: int, S: int, *, drawn: bool) -> None:
-    B, H = parsed.axes.get("b", 1), parsed.axes.get("h", 1)
+    B, H = parsed._sizes
     pairs = B * H * L * S
     parts = sum(1 for _ in parsed._leaves())
     if parts * pairs > MOST_PAIRS:
@@ -134,8 +129,9 @@ def _print_share(out: Console, parsed: Mask, L: int, S: int, *, drawn: bool) -> 
         return
     sizes = [f"{size:,} {name}" for size, name in ((B, "batch items"), (H, "heads")) if size > 1]
     total = " x ".join([*sizes, f"{L:,} queries", f"{S:,} keys"])
-    out.print(Text(f"visible: {_percent(parsed.visible_fraction(L, S))} of {total}"), soft_wrap=True)
-    shares = _shares(parsed, L, S) if B > 1 else []
+    visible = parsed._visible_by_key(ALL, ALL, range(L), L, S).sum(dim=(1, 2))
+    shares = (visible / (H * L * S)).tolist()
+    out.print(Text(f"visible: {_percent(sum(shares) / B)} of {total}"), soft_wrap=True)
     if len(set(shares)) > 1:
         lines = [Text(f"  item {item}  {_percent(share)}") for item, share in enumerate(shares[:MOST_ITEMS])]
         half = -(-len(lines) // 2) if len(lines) > 4 else len(lines)
@@ -144,20 +140,6 @@ def _print_share(out: Console, parsed: Mask, L: int, S: int, *, drawn: bool) -> 
         if len(shares) > MOST_ITEMS:
             more = f"  and {len(shares) - MOST_ITEMS:,} more; all are between {_percent(min(shares))} and "
             out.print(Text(f"{more}{_percent(max(shares))}"), soft_wrap=True)
-
-
-def _shares(parsed: Mask, L: int, S: int) -> list[float]:
-    """The visible share of each batch item, by tiles as `Mask.visible_fraction` does."""
-    B, H = parsed.axes.get("b", 1), parsed.axes.get("h", 1)
-    device = parsed.device or torch.device("cpu")
-    counts = [0] * B
-    step = max(1, _TILE_PAIRS // (B * H * S))
-    for start in range(0, L, step):
-        rows = slice(start, min(L, start + step))
-        tile = parsed._tile(Tile(ALL, ALL, rows, ALL, L, S, device))
-        visible = tile.expand(B, H, rows.stop - start, S).sum(dim=(1, 2, 3)).tolist()
-        counts = [count + more for count, more in zip(counts, visible, strict=True)]
-    return [count / (H * L * S) for count in counts]
 
 
 def _percent(share: float) -> str:

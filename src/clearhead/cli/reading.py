@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 MAX_TEXTS = 64
+MAX_BYTES = 4_000_000
 _GET_DEMO = "pip install 'clearhead[demo]'"
 
 
@@ -71,8 +73,13 @@ def gather_texts(texts: Sequence[str], file: Path | None, lines: Path | None) ->
 
 
 def _read(path: Path) -> str:
+    if str(path) == "-" and sys.stdin is None:
+        raise UserError("standard input is closed: there is nothing to read.")
     try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise UserError(f"{path} is longer than {MAX_BYTES:,} bytes: no model reads that much at once.")
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}.") from None
@@ -114,16 +121,26 @@ def _load(source: str) -> tuple[nn.Module, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True, **options)
         # Safetensors only: other formats can run code when they are opened.
-        model = AutoModel.from_pretrained(source, use_safetensors=True, attn_implementation="sdpa", **options)
+        model, loaded = AutoModel.from_pretrained(
+            source, use_safetensors=True, attn_implementation="sdpa", output_loading_info=True, **options
+        )
     except Exception as error:  # a folder's files are foreign input: whatever they break is one line
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         where = "is it a model folder?" if Path(source).is_dir() else "no such folder, and not in the local cache."
-        raise UserError(f"can't load a model from {source}: {where} {reason[:300]}") from None
+        raise UserError(f"can't load a model from {source}: {where} {first_line(error)}") from None
+    # A missing pooler is drawn at random and comes after the last attention; anything else would be shown as trained.
+    missing = sorted(name for name in loaded["missing_keys"] if "pooler" not in name)
+    if missing:
+        raise UserError(f"{source} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}.")
     if not tokenizer.is_fast:
         raise UserError(f"the tokenizer in {source} gives no offsets into the text (no tokenizer.json).")
     if model.config.is_encoder_decoder:
         raise UserError(f"{type(model).__name__} is an encoder-decoder model: see shows models of one stack.")
     return model.eval(), tokenizer
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, not too long."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
 
 
 def tokenize(texts: list[str], model: Any, tokenizer: Any) -> Reading:

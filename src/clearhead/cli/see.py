@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,10 +17,11 @@ from rich.text import Text
 from torch import nn
 
 from clearhead.cli import heads
-from clearhead.cli.reading import Reading, UserError, gather_texts, load, tokenize
+from clearhead.cli.reading import Reading, UserError, first_line, gather_texts, load, tokenize
 from clearhead.cli.terminal import console, one_line_errors
 from clearhead.record import Recording, record
-from clearhead.view.report import fits, visible_text
+from clearhead.view.report import fits
+from clearhead.view.text import visible_text
 
 
 def see(
@@ -41,6 +43,8 @@ def see(
         report = _free_name(Path("report.html")) if out is None else out
         for path in (report, save):
             _check_target(path, force)
+        if save is not None and save.absolute() == report.absolute():
+            raise UserError(f"--out and --save name the same file, {save}.")
         with _progress() as progress:
             task = progress.add_task("loading the model", total=None)
             network, tokenizer, name = load(model)
@@ -51,19 +55,16 @@ def see(
 
     terminal = console()
     _print(terminal, recording, reading, name)
-    recording.to_html(
-        report,
-        reading.labels,
-        title=f"Attention in {name}",
-        overwrite=force,
-    )
-    what = "every weight" if exact else "pooled maps and each query's 8 strongest keys (too long for every weight)"
-    terminal.print(
-        Text.assemble("\nReport: ", (visible_text(str(report)), "bold"), f", {what}. Open it in a browser.")
-    )
-    if save is not None:
-        _save(save, recording, reading, name)
-        terminal.print(Text.assemble("Numbers: ", (visible_text(str(save)), "bold")))
+    with one_line_errors():
+        recording.to_html(report, reading.labels, title=f"Attention in {name}", overwrite=force)
+        what = (
+            "every weight" if exact else "pooled maps and each query's 8 strongest keys (too long for every weight)"
+        )
+        shown = Text.assemble("\nReport: ", (visible_text(str(report)), "bold"), f", {what}. Open it in a browser.")
+        terminal.print(shown)
+        if save is not None:
+            _save(save, recording, reading, name, overwrite=force)
+            terminal.print(Text.assemble("Numbers: ", (visible_text(str(save)), "bold")))
 
 
 def _run(network: nn.Module, reading: Reading, progress: Progress) -> tuple[Recording, bool]:
@@ -79,8 +80,13 @@ def _run(network: nn.Module, reading: Reading, progress: Progress) -> tuple[Reco
             stack.callback(handle.remove)
         with one_line_errors():
             recording = stack.enter_context(record(network, heads.statistics(reading, exact=exact)))
-        with torch.no_grad():
-            network(**reading.inputs)
+        with torch.no_grad(), one_line_errors():
+            try:
+                network(**reading.inputs)
+            except Exception as error:  # a foreign model may want anything: images, other inputs, more memory
+                raise UserError(f"{type(network).__name__} can't read text: {first_line(error)}") from None
+            if not len(recording):
+                raise UserError(f"{type(network).__name__} called no attention layer.")
     progress.update(task, completed=len(steps))
     return recording, exact
 
@@ -90,7 +96,9 @@ def _print(terminal: Console, recording: Recording, reading: Reading, name: str)
     B, H, L, _ = first.sizes
     tokens = int(reading.real.sum())
     many = "" if B == 1 else f" in {B} texts, padded to {L}"
-    terminal.print(Text(f"{name}: {len(recording)} layers x {H} heads, {tokens:,} tokens{many}\n", style="bold"))
+    terminal.print(
+        Text(f"{visible_text(name)}: {len(recording)} layers x {H} heads, {tokens:,} tokens{many}\n", style="bold")
+    )
 
     terminal.print(Text("The most telling heads (layers and heads count from 0)"))
     table = Table()
@@ -103,7 +111,9 @@ def _print(terminal: Console, recording: Recording, reading: Reading, name: str)
             table.add_section()
         shown = Text(", ").join(_link(link, reading) for link in row.links)
         score = f"{row.score:.2f}{row.unit}"
-        table.add_row(Text(row.kind if row.kind != previous else ""), f"L{row.layer}H{row.head}", score, shown)
+        table.add_row(
+            Text(visible_text(row.kind) if row.kind != previous else ""), f"L{row.layer}H{row.head}", score, shown
+        )
         previous = row.kind
     terminal.print(table)
 
@@ -129,9 +139,9 @@ def _token(reading: Reading, text: int, position: int) -> Text:
     return Text(visible_text(reading.labels[text][position]), style="cyan")
 
 
-def _save(path: Path, recording: Recording, reading: Reading, name: str) -> None:
+def _save(path: Path, recording: Recording, reading: Reading, name: str, *, overwrite: bool) -> None:
     """Every tensor that was seen, named ``layer.3.entropy``; texts, tokens and layer names in the header."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save as to_bytes
 
     tensors = {}
     for layer, seen in enumerate(recording.values()):
@@ -145,12 +155,14 @@ def _save(path: Path, recording: Recording, reading: Reading, name: str) -> None
             for suffix, part in parts.items():
                 tensors[f"layer.{layer}.{field}{suffix}"] = part.contiguous()
     header = {"model": name, "layers": list(recording), "texts": reading.texts, "tokens": reading.labels}
-    save_file(tensors, path, metadata={"clearhead": json.dumps(header, ensure_ascii=False)})
+    data = to_bytes(tensors, metadata={"clearhead": json.dumps(header, ensure_ascii=False)})
+    with path.open("wb" if overwrite else "xb") as file:
+        file.write(data)
 
 
 def _free_name(path: Path) -> Path:
     number, free = 2, path
-    while free.exists():
+    while os.path.lexists(free):
         free = path.with_stem(f"{path.stem}-{number}")
         number += 1
     return free
@@ -161,8 +173,11 @@ def _check_target(path: Path | None, force: bool) -> None:
         return
     if path.is_dir():
         raise UserError(f"{path} is a folder: name a file.")
-    if path.exists() and not force:
-        raise UserError(f"{path} exists: choose another name, or overwrite it with --force.")
+    if os.path.lexists(path):
+        if not force:
+            raise UserError(f"{path} exists: choose another name, or overwrite it with --force.")
+        if not path.is_file():
+            raise UserError(f"{path} is no regular file: choose another name.")
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent} to write {path.name} into.")
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from clearhead.view.report import visible_text
+from clearhead.view.text import visible_text
 
 Picture = list[Text]
 
@@ -58,7 +58,7 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, OSError) as error:
         line = visible_text(" ".join(str(error).split()))
         if len(line) > _LONGEST_ERROR:
             line = f"{line[: _LONGEST_ERROR // 3]} ... {line[-2 * _LONGEST_ERROR // 3 :]}"

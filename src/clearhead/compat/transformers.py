@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from clearhead.masks import Allowed, Causal, Mask, QueryPadding
 
 _SUPPORTED = ("sdpa", "eager")
-_names = (f"clearhead_listening_{number}" for number in itertools.count())
+_PREFIX = "clearhead_listening_"
+_names = (f"{_PREFIX}{number}" for number in itertools.count())
 
 
 class Call(NamedTuple):
@@ -59,7 +60,9 @@ def listening(model: nn.Module, heard: Callable[[Call], None]) -> Iterator[None]
         for implementation in {name for _, name in before}:
             registered[implementation] = next(_names)
             own = _own_function(implementation)
-            AttentionInterface.register(registered[implementation], _listening_function(own, heard))
+            AttentionInterface.register(
+                registered[implementation], _listening_function(own, heard, eager=implementation == "eager")
+            )
             # The mask a model is given depends on the name as well: ours must get what its own function expects.
             mask_function = AttentionMaskInterface._global_mapping[implementation]
             AttentionMaskInterface.register(registered[implementation], mask_function)
@@ -68,7 +71,8 @@ def listening(model: nn.Module, heard: Callable[[Call], None]) -> Iterator[None]
         yield
     finally:
         for config, implementation in before:
-            config._attn_implementation_internal = implementation
+            if config._attn_implementation_internal.startswith(_PREFIX):  # else someone chose another meanwhile
+                config._attn_implementation_internal = implementation
         for name in registered.values():
             AttentionInterface._global_mapping.pop(name, None)
             AttentionMaskInterface._global_mapping.pop(name, None)
@@ -91,7 +95,14 @@ def _check(model: Any, configs: list[Any]) -> None:
             f"{kind} can't be recorded: its attention layers don't use transformers' attention registry, so nothing "
             f"can listen to them."
         )
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{kind} is an encoder-decoder model, and record can't tell its cross-attention from its self-attention "
+            f"yet: record its encoder alone, model.get_encoder()."
+        )
     for config in configs:
+        if config._attn_implementation_internal.startswith(_PREFIX):
+            raise ValueError(f"{kind} is being recorded already: ask for all you want in one Observe.")
         if config._attn_implementation_internal not in _SUPPORTED:
             raise ValueError(
                 f"{kind} runs attention by {config._attn_implementation_internal!r}; record supports "
@@ -104,20 +115,29 @@ def _own_function(implementation: str) -> Callable[[nn.Module], Callable[..., An
     from transformers import AttentionInterface
 
     if implementation == "eager":  # not in the registry: each model's file has its own
-        return lambda module: sys.modules[type(module).__module__].eager_attention_forward
+        return _eager_function
     function = AttentionInterface._global_mapping[implementation]
     return lambda _: function
 
 
+def _eager_function(module: nn.Module) -> Callable[..., Any]:
+    """The eager function of the file that defines the layer's class, or the class it comes from."""
+    for kind in type(module).__mro__:
+        found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if found is not None:
+            return cast("Callable[..., Any]", found)
+    raise ValueError(f"{type(module).__name__} has no eager attention: call model.set_attn_implementation('sdpa').")
+
+
 def _listening_function(
-    own: Callable[[nn.Module], Callable[..., Any]], heard: Callable[[Call], None]
+    own: Callable[[nn.Module], Callable[..., Any]], heard: Callable[[Call], None], *, eager: bool
 ) -> Callable[..., Any]:
     def attention_forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:
         result = own(module)(module, query, key, value, attention_mask, **options)
         _refuse_unknown(module, options)
-        mask, bias = _meaning(module, query, key, attention_mask, options)
+        mask, bias = _meaning(module, query, key, attention_mask, options, eager=eager)
         context = result[0].transpose(1, 2)  # transformers returns (B, L, Hq, Ev)
         heard(Call(module, query, key, value, mask, bias, options.get("scaling"), context))
         return result
@@ -132,7 +152,13 @@ def _refuse_unknown(module: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _meaning(
-    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    options: dict[str, Any],
+    *,
+    eager: bool,
 ) -> tuple[Mask | None, Tensor | None]:
     """The mask and bias that the arguments mean, with padded queries hidden in self-attention."""
     L, S = query.shape[2], key.shape[2]
@@ -143,6 +169,8 @@ def _meaning(
         # As transformers has it: a single query sees all, and is_causal is aligned to the start.
         return (Causal(align="start") if causal and L > 1 else None), bias
     attention_mask = attention_mask[..., :S]
+    if attention_mask.dtype == torch.bool and eager:
+        return None, attention_mask.to(query.dtype)  # a user's own mask: eager attention adds it, as 0 and 1
     if attention_mask.dtype == torch.bool:
         visible = attention_mask
     else:
@@ -152,9 +180,9 @@ def _meaning(
         if bool(added.any()):
             bias = added if bias is None else bias + added
     mask: Mask = Allowed(visible, axes="bhqk")
-    if _is_self_attention(module) and L <= S:
+    if _is_self_attention(module) and L == S:
         # A token that no query may look at is padding, and so is the query at its place.
-        real = visible.any(dim=2).any(dim=1).expand(visible.shape[0], S)[:, S - L :]
+        real = visible.any(dim=2).any(dim=1).expand(visible.shape[0], S)
         if not bool(real.all()):
             mask = mask & QueryPadding(real=real)
     return mask, bias

@@ -1,7 +1,8 @@
 """Masks: immutable values that say which keys a query may attend to. True always means *may attend*."""
 
-from clearhead.masks.base import And, Mask, Not, Or
+from clearhead.masks.base import Mask
 from clearhead.masks.convert import as_mask, mask_from_mha, mask_from_sdpa
+from clearhead.masks.joined import And, Not, Or
 from clearhead.masks.parse import parse_mask
 from clearhead.masks.relative import Causal, Window
 from clearhead.masks.tensors import Allowed, Blocked

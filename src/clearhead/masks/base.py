@@ -8,10 +8,8 @@ that hidden work is skipped without looking at a tensor.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import reduce
 from typing import Any, ClassVar, NoReturn, Self, cast
 
 import torch
@@ -92,10 +90,11 @@ class Mask:
 
     def _check(self, B: int, H: int, L: int, S: int) -> None:
         """Raise MaskError, with the numbers, if this mask does not fit (B, H, L, S)."""
+        sizes = {"b": B, "h": H, "q": L, "k": S}
         for leaf in self._leaves():
-            for (axis, name), expected in zip(AXIS_NAMES.items(), (B, H, L, S), strict=True):
-                size = leaf.axes.get(axis, 1)
-                if size not in (1, expected):
+            for axis, size in leaf.axes.items():
+                if size not in (1, sizes[axis]):
+                    name, expected = AXIS_NAMES[axis], sizes[axis]
                     raise MaskError(
                         f"{leaf.brief()} is for {size} {name}, but the inputs have {expected} {name} "
                         f"(B={B}, H={H}, L={L}, S={S}): build the mask for these."
@@ -105,8 +104,11 @@ class Mask:
     @property
     def device(self) -> torch.device | None:
         """The device of the mask's tensors; None where it has none (``Causal()`` fits every device)."""
-        leaves = _pytree.tree_leaves(self)
-        return leaves[0].device if leaves else None
+        for leaf in self._leaves():
+            for name in leaf._tensors:
+                if (tensor := getattr(leaf, name)) is not None:
+                    return cast("Tensor", tensor).device
+        return None
 
     def to(self, device: torch.device | str) -> Self:
         """The same mask with its tensors on `device`.
@@ -117,7 +119,7 @@ class Mask:
         """
         attributes = [(f.name, getattr(self, f.name)) for f in fields(self)]
         moved = [(name, value.to(device) if isinstance(value, Tensor) else value) for name, value in attributes]
-        return cast("Self", _bare(type(self), moved))
+        return cast("Self", bare(type(self), moved))
 
     def dense(self, L: int, S: int) -> Tensor:
         """The whole mask as a bool tensor, True = may attend; accepted back as a mask.
@@ -257,12 +259,18 @@ class Mask:
     # -- operators --------------------------------------------------------------------------------------------
 
     def __and__(self, other: Mask) -> Mask:
+        from clearhead.masks.joined import And
+
         return And._of(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
+        from clearhead.masks.joined import Or
+
         return Or._of(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> Mask:
+        from clearhead.masks.joined import Not
+
         return Not((self,))
 
     def __bool__(self) -> NoReturn:
@@ -323,137 +331,10 @@ class Mask:
         # Values were checked when the mask was built; inside a transform the leaves may be batched or fake.
         (_, names), *rest = static
         unknown = [(f.name, f.default) for f in fields(cls) if not f.init]
-        return cast("Self", _bare(cls, [*zip(names, children, strict=True), *rest, *unknown]))
+        return cast("Self", bare(cls, [*zip(names, children, strict=True), *rest, *unknown]))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _Composite(Mask):
-    """Parts combined pair by pair."""
-
-    parts: tuple[Mask, ...]
-
-    def to(self, device: torch.device | str) -> Self:
-        """The same mask with the tensors of all its parts on `device`."""
-        return cast("Self", _bare(type(self), [("parts", tuple(part.to(device) for part in self.parts))]))
-
-    def __post_init__(self) -> None:
-        """Check that the parts fit together; here, so that the generated __init__ calls it in every subclass."""
-
-    def _leaves(self) -> Iterator[Mask]:
-        for part in self.parts:
-            yield from part._leaves()
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """The axes that this mask fixes, and their sizes."""
-        merged: dict[str, int] = {}
-        for leaf in self._leaves():
-            for axis, size in leaf.axes.items():
-                if merged.get(axis, 1) == 1:
-                    merged[axis] = size
-        return merged
-
-    def _flatten(self) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
-        return list(self.parts), ()
-
-    @classmethod
-    def _unflatten(cls, children: Any, static: Any) -> Self:
-        return cast("Self", _bare(cls, [("parts", tuple(children))]))
-
-
-@frozen
-class _Joined(_Composite):
-    """And and Or: two or more parts, joined by a sign."""
-
-    _sign: ClassVar[str]
-    _join: ClassVar[Callable[[Tensor, Tensor], Tensor]]
-
-    def __post_init__(self) -> None:
-        owners: dict[str, Mask] = {}
-        for leaf in self._leaves():
-            for axis, size in leaf.axes.items():
-                other = owners.setdefault(axis, leaf)
-                if other.axes[axis] == 1:
-                    owners[axis] = leaf
-                elif size not in (1, other.axes[axis]):
-                    name = AXIS_NAMES[axis]
-                    raise MaskError(
-                        f"masks joined by {self._sign} must agree in {name}, or have 1: {other.brief()} is for "
-                        f"{other.axes[axis]} {name}, {leaf.brief()} for {size}."
-                    )
-        devices = {leaf.device for leaf in self._leaves()} - {None}
-        if len(devices) > 1:
-            raise MaskError(
-                f"masks joined by {self._sign} must be on one device, not on "
-                f"{' and '.join(sorted(map(str, devices)))}: move one with mask.to(device)."
-            )
-
-    @classmethod
-    def _of(cls, *masks: Mask) -> Self:
-        # A chain of one sign is kept flat, so a mask of thousands of parts is not thousands of levels deep.
-        flat: list[Mask] = []
-        for mask in masks:
-            flat.extend(mask.parts if isinstance(mask, cls) else [mask])
-        return cls(tuple(flat))
-
-    def _rule(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, L: int, S: int) -> Tensor:
-        return reduce(type(self)._join, (part._rule(b, h, q, k, L, S) for part in self.parts))
-
-    def _tile(self, tile: Tile) -> Tensor:
-        return reduce(type(self)._join, (part._tile(tile) for part in self.parts))
-
-    def __repr__(self) -> str:
-        shown = (f"({part!r})" if isinstance(part, _Joined) else repr(part) for part in self.parts)
-        return f" {self._sign} ".join(shown)
-
-
-@frozen
-class And(_Joined):
-    """Visible where every part says so. Built by ``&``."""
-
-    _sign = "&"
-    _join = operator.and_
-
-    def _reach(self, queries: range, L: int, S: int) -> range:
-        reaches = [part._reach(queries, L, S) for part in self.parts]
-        start = max(r.start for r in reaches)
-        return range(start, max(start, min(r.stop for r in reaches)))
-
-
-@frozen
-class Or(_Joined):
-    """Visible where some part says so. Built by ``|``."""
-
-    _sign = "|"
-    _join = operator.or_
-
-    def _reach(self, queries: range, L: int, S: int) -> range:
-        reaches = [part._reach(queries, L, S) for part in self.parts]
-        reaches = [reach for reach in reaches if len(reach) > 0]
-        if not reaches:
-            return range(0)
-        return range(min(r.start for r in reaches), max(r.stop for r in reaches))
-
-
-@frozen
-class Not(_Composite):
-    """Visible where its one part is not. Built by ``~``; ``~~mask`` is ``mask``."""
-
-    def _rule(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, L: int, S: int) -> Tensor:
-        return ~self.parts[0]._rule(b, h, q, k, L, S)
-
-    def _tile(self, tile: Tile) -> Tensor:
-        return ~self.parts[0]._tile(tile)
-
-    def __invert__(self) -> Mask:
-        return self.parts[0]
-
-    def __repr__(self) -> str:
-        (part,) = self.parts
-        return f"~({part!r})" if isinstance(part, _Joined) else f"~{part!r}"
-
-
-def _bare(cls: type[Any], attributes: list[tuple[str, Any]]) -> Any:
+def bare(cls: type[Any], attributes: list[tuple[str, Any]]) -> Any:
     """An instance of a frozen class from attributes that were checked before."""
     instance = object.__new__(cls)
     for name, value in attributes:

@@ -9,6 +9,7 @@ from clearhead.errors import MaskError
 from clearhead.masks.base import Mask
 from clearhead.masks.relative import Causal
 from clearhead.masks.tensors import Allowed, Blocked
+from clearhead.masks.tokens import KeyPadding
 
 
 def as_mask(mask: Mask | Tensor | None, B: int, H: int, L: int, S: int) -> Mask | None:
@@ -90,7 +91,7 @@ def mask_from_mha(
 
     Example:
         >>> mask_from_mha(key_padding_mask=torch.tensor([[False, False, True]]))
-        (Blocked([[False, False, True]], axes='bk'), None)
+        (KeyPadding(real=[[True, True, False]]), None)
     """
     masks: list[Mask] = [Causal(align="start")] if is_causal else []
     biases: list[Tensor] = []
@@ -112,7 +113,7 @@ def mask_from_mha(
         if key_padding_mask.ndim != 2:
             raise MaskError(f"key_padding_mask must be (B, S), not {tuple(key_padding_mask.shape)}.")
         if _is_flags("key_padding_mask", key_padding_mask):
-            masks.append(Blocked(key_padding_mask, axes="bk"))
+            masks.append(KeyPadding(real=~key_padding_mask))
         else:
             biases.append(key_padding_mask[:, None, None, :])
     return _all_of(masks), (sum(biases[1:], start=biases[0]) if biases else None)

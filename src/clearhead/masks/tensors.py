@@ -20,7 +20,7 @@ class Allowed(Mask):
     """Any bool tensor, its axes named; True = may attend.
 
     Args:
-        tensor: bool, with an axis for each letter of `axes`; an axis of size 1 broadcasts.
+        tensor: bool, with an axis for each letter of `axes`; an axis of size 1 broadcasts. It is not copied.
         axes: letters of ``"bhqk"`` (batch, head, query, key) in the tensor's order, each at most once.
 
     Raises:
@@ -69,6 +69,10 @@ class Allowed(Mask):
         order = [self.letters.index(letter) for letter in AXIS_NAMES if letter in self.letters]
         index = tuple(slice(None) if letter in self.letters else None for letter in AXIS_NAMES)
         return self.tensor.permute(order)[index]
+
+    @property
+    def _same_for_all_queries(self) -> bool:  # type: ignore[override]
+        return self.axes.get("q", 1) == 1
 
     def _read(self, visible: Tensor) -> Tensor:
         return visible

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class _Padding(Mask):
             object.__setattr__(self, key, value)
 
     @classmethod
-    def from_ids(cls, ids: Tensor, pad_id: int = 0) -> _Padding:
+    def from_ids(cls, ids: Tensor, pad_id: int = 0) -> Self:
         """From padded token ids (B, L): every position that holds `pad_id` is padding, wherever it stands.
 
         Example:

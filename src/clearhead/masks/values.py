@@ -55,7 +55,8 @@ def as_integers(owner: str, name: str, data: object) -> Tensor:
     tensor = as_tensor(owner, data, empty=torch.int64)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise MaskError(f"{owner}: {name} must be integers, not {tensor.dtype}.")
-    return tensor.long()
+    # A copy: numbers of it are kept on the host, and a mask doesn't change when the caller's tensor does.
+    return tensor.to(torch.int64, copy=True)
 
 
 def as_lengths(owner: str, lengths: Lengths) -> Tensor:
@@ -77,7 +78,7 @@ def zero_one_rows(owner: str, name: str, data: object) -> Tensor:
     if tensor.ndim != 2:
         raise MaskError(f"{owner}: {name} must have two axes, (batch, tokens), not {tuple(tensor.shape)}.")
     if tensor.dtype == torch.bool:
-        return tensor
+        return tensor.clone()
     if tensor.is_floating_point() or tensor.is_complex():
         raise MaskError(f"{owner}: {name} must be bool or 0/1 integers, not {tensor.dtype}.")
     known = extremes(tensor)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from clearhead.view.report import visible_text
+from clearhead.view.text import visible_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

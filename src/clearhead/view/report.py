@@ -11,7 +11,6 @@ import base64
 import hashlib
 import html
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -21,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from clearhead.view.text import visible_text
 
 __all__ = ["LIMIT_BYTES", "Panel", "fits", "render"]
 
@@ -124,26 +125,6 @@ def render(
         "layers": [_layer(panel, shape, keys) for panel, shape in zip(panels, shapes, strict=True)],
     }
     return _page(title, payload)
-
-
-def visible_text(text: str) -> str:
-    r"""Return `text` with control characters and direction overrides as visible signs.
-
-    Example:
-        >>> visible_text("a\x1b[31m")
-        'a␛[31m'
-    """
-    return _INVISIBLE.sub(lambda match: _sign(ord(match[0])), text)
-
-
-# Controls, lone surrogates, line separators, and the marks that reorder the text around them.
-_INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def _sign(code: int) -> str:
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "\u2421" if code == 0x7F else f"⟨U+{code:04X}⟩"
 
 
 def _labels(sequences: Sequence[Sequence[str]]) -> list[list[str]]:
