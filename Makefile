@@ -36,14 +36,14 @@ docs: $(VENV)/.dev  ## the reference of all public names, in build/docs
 	@echo "Open build/docs/clearhead.html"
 
 clean:  ## remove what was built, .venv included
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) clearhead-report.html build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # -- the environment ---------------------------------------------------------------------------------------------
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-		echo "clearhead needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -n 1)."; \
+		echo "clearhead needs Python 3.11 or newer; '$(PYTHON)' is: $$($(PYTHON) --version 2>&1 | head -n 1 || true)"; \
 		echo "Install it, or name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { \
 		echo "Python's venv module is missing: on Debian and Ubuntu, apt install python3-venv."; \

@@ -70,7 +70,7 @@ def eager(texts: list[str]) -> tuple[Any, tuple[torch.Tensor, ...], torch.Tensor
 def test_the_sentence_of_the_demo() -> None:
     """Head 1 of layer 3 links "it" to "animal" with 0.68, and every weight shown is the eager one."""
     out = see(SENTENCE).output
-    assert re.search(r"│ it +│ animal +│ +0\.68 │ L3H1 │", out)
+    assert re.search(r"│ it +│ animal +│ +0\.68 │ L3H1 +│", out)
     assert "6 layers x 12 heads, 16 tokens" in out
     page = Path("report.html").read_text(encoding="utf-8")
     _, attentions, _ = eager([SENTENCE])

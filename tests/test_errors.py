@@ -212,8 +212,8 @@ MALFORMED: dict[str, tuple[Callable[[], object], str]] = {
     "negative width": (lambda: Window(left=-1), r"Window: left must be a number of keys >= 0, or None for no limit, not -1"),
     "float width": (lambda: Window(right=1.5), r"Window: right must be .* not 1.5"),  # type: ignore[arg-type]
     "bool width": (lambda: Window(right=True), r"Window: right must be .* not True"),
-    "neither": (lambda: KeyPadding(), r"KeyPadding takes either lengths=\(B,\) or real=\(B, K\): exactly one"),
-    "both": (lambda: QueryPadding([1], real=[[1]]), r"QueryPadding takes either lengths=\(B,\) or real=\(B, Q\)"),
+    "neither": (lambda: KeyPadding(), r"KeyPadding takes either lengths=\(B,\) or real=\(B, tokens\): exactly one"),
+    "both": (lambda: QueryPadding([1], real=[[1]]), r"QueryPadding takes either lengths=\(B,\) or real=\(B, tokens\)"),
     "side": (lambda: KeyPadding([1], side="top"), r"KeyPadding: side must be 'right' or 'left', not 'top'"),  # type: ignore[arg-type]
     "side of real": (lambda: KeyPadding(real=[[1, 0]], side="left"), r"side goes with lengths=; real= already says"),
     "negative length": (lambda: KeyPadding([3, -2]), r"KeyPadding: lengths must be >= 0, but one is -2"),

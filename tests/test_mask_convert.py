@@ -119,7 +119,7 @@ def test_three_axes_are_batch_major() -> None:
 def test_structure_is_kept() -> None:
     mask, bias = mask_from_mha(flags(L, S), PADDING, is_causal=True)
     assert bias is None
-    assert [type(part) for part in mask.parts] == [Causal, Blocked, Blocked]  # type: ignore[union-attr]
+    assert [type(part) for part in mask.parts] == [Causal, Blocked, KeyPadding]  # type: ignore[union-attr]
     assert mask_from_mha() == (None, None)
     assert mask_from_sdpa() == (None, None)
     assert mask_from_sdpa(is_causal=True) == (Causal(align="start"), None)

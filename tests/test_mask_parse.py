@@ -160,7 +160,7 @@ def test_hostile(text: str, message: str) -> None:
     start = time.perf_counter()
     with pytest.raises(MaskError, match=message) as caught, nothing_runs():
         parse_mask(text)
-    assert time.perf_counter() - start < 1.0  # all of them take milliseconds
+    assert time.perf_counter() - start < 20  # milliseconds on an idle machine: only a blow-up is caught here
     assert len(str(caught.value)) < 500  # the message does not repeat a long text
     assert caught.value.__cause__ is None
 

@@ -102,7 +102,7 @@ def test_progress_bar_on_request_only(capfd: pytest.CaptureFixture[str]) -> None
         ([[1], [2]], {"side": "both"}, r"side must be 'right' or 'left', not 'both'"),
         ([[1], "two"], {}, r"sequence 1 is text: pad takes token ids, so tokenize it first"),
         ([b"one"], {}, r"sequence 0 is text"),
-        ([[1], [2.5]], {}, r"sequence 1 must be a flat list of token ids \(integers\), not \(1,\) torch.float32"),
+        ([[1], [2.5]], {}, r"sequence 1 must be a flat list of token ids, not \(1,\) torch.float32"),
         ([[1], [True]], {}, r"sequence 1 .* not \(1,\) torch.bool"),
         ([[1], [1j]], {}, r"sequence 1 .* not \(1,\) torch.complex64"),
         ([[1], [[2, 3]]], {}, r"sequence 1 .* not \(1, 2\) torch.int64"),

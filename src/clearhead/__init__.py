@@ -1,5 +1,7 @@
 """Multi-head attention you can see through, at full speed."""
 
+from importlib.metadata import version as _version
+
 from clearhead.errors import BackendError, MaskError, ShapeError
 from clearhead.functional import attention
 from clearhead.masks import (
@@ -19,6 +21,8 @@ from clearhead.multihead import MultiHeadAttention
 from clearhead.observe import At, Observe, Seen
 from clearhead.ragged import Batch, pad
 from clearhead.record import Recording, record
+
+__version__ = _version("clearhead")
 
 __all__ = [
     "Allowed",

@@ -79,7 +79,7 @@ def _sharpness(sight: Sight, observe: Observe) -> dict[str, Tensor]:
         log_weights = sight.scores - lse[..., None]
         if sight.visible is not None:
             log_weights = log_weights.masked_fill(~sight.visible, 0.0)
-        found["entropy"] = -(sight.weights * log_weights).sum(dim=-1)
+        found["entropy"] = 0.0 - (sight.weights * log_weights).sum(dim=-1)
     return {name: part for name, part in found.items() if observe.asks(name)}
 
 

@@ -83,6 +83,7 @@ class Observe:
         max_weight: the largest weight of each query, (B, Hq, L). Voita et al. 2019 (1905.09418).
         distance: mean |query position - key position|, (B, Hq, L). Vig & Belinkov 2019 (1906.04284).
         received: attention that each key receives, summed over the queries, (B, Hq, S). H2O (2306.14048).
+            Padded queries count unless the mask hides them by a `QueryPadding`, as `record` adds one.
         top_k: the k strongest keys of each query: a pair (weights, int32 key indices), each (B, Hq, L, k);
             short rows are filled with weight 0 and index -1.
         mass: ``{name: bool (B|1, S)}``: the weight that falls on each group of keys, a dict of (B, Hq, L).
@@ -275,6 +276,9 @@ class Seen(Mapping[str, Any]):
 
     def _missing(self, name: str) -> str:
         here = f"Seen: {', '.join(self.fields) or 'nothing'}."
+        if name == "dropped_weights":
+            keeps = "observe=Observe(dropped_weights=True) keeps it, but for record, which sees no dropout"
+            return f"dropped_weights was not asked for: {keeps}. {here}"
         if name in MODULE:
             return f"{name} was not asked for, or doesn't exist here: only MultiHeadAttention keeps it. {here}"
         if name in STATISTICS + MAPS + SPLIT:

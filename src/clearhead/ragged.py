@@ -79,7 +79,8 @@ def _row(index: int, sequence: Sequence[int] | Tensor) -> Tensor:
         row = row.long()
     if row.ndim != 1 or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
         raise ShapeError(
-            f"sequence {index} must be a flat list of token ids (integers), not {tuple(row.shape)} {row.dtype}."
+            f"sequence {index} must be a flat list of token ids, not {tuple(row.shape)} {row.dtype}: pad takes a "
+            f"list of lists."
         )
     return row.long()
 

@@ -29,6 +29,9 @@ class Recording(Mapping[str, Seen]):
     ``recording["encoder.layer.3.attention.self"]`` and ``recording[3]`` are the same if it is the fourth
     attention layer (in the model's order) that was called; ``recording.calls(name)`` has all calls of a layer.
 
+    Shapes:
+        those of `Observe`, for each layer's own (B, Hq, L, S).
+
     Example:
         >>> layer = MultiHeadAttention(8, 2)
         >>> with record(layer, Observe(entropy=True)) as recording:
@@ -105,8 +108,11 @@ class Recording(Mapping[str, Seen]):
             notes=notes,
         )
         path = Path(path)
-        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
-            file.write(page)
+        try:
+            with path.open("w" if overwrite else "x", encoding="utf-8") as file:
+                file.write(page)
+        except FileExistsError:
+            raise FileExistsError(f"{path} exists: choose another name, or pass overwrite=True.") from None
         return path
 
     def _name(self, layer: str | int) -> str:
@@ -133,6 +139,9 @@ def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
         model: any module that contains transformers models (their attention going through the registry, by
             ``"sdpa"`` or ``"eager"``) or `MultiHeadAttention`. Padding of the latter is read from `KeyPadding`.
         observe: what to look at; `Seen` has the fields of `clearhead.attention` (but ``dropped_weights``).
+
+    Shapes:
+        those of `Observe`, for each layer's own (B, Hq, L, S).
 
     Yields:
         A `Recording`, filled while the model runs, and kept afterwards.

@@ -86,18 +86,18 @@ def telling(recording: Recording, reading: Reading, *, most: int = 2) -> list[Te
 
 
 def links(recording: Recording, reading: Reading, *, most: int = 10) -> list[Link]:
-    """The strongest links between words of the text, neither to itself nor to a neighbour; each pair once."""
+    """Of each head the strongest link between words that are neither the same nor neighbours; strongest first."""
 
-    def between_words(query: Tensor, key: Tensor) -> Tensor:
-        word = ~reading.special
-        return ((query - key).abs() > 1) & _at(word, query) & _at(word, key)
+    def apart(query: Tensor, key: Tensor) -> Tensor:
+        here, there = _at(reading.words, query), _at(reading.words, key)
+        return (here >= 0) & (there >= 0) & ((here - there).abs() > 1)
 
-    best: dict[tuple[int, int, int], Link] = {}
-    for link in _links(recording, reading, between_words):
-        best.setdefault((link.text, link.query, link.key), link)
-        if len(best) == most:
-            break
-    return list(best.values())
+    best: dict[tuple[int, int], Link] = {}
+    for layer, seen in enumerate(recording.values()):
+        for head in range(seen.sizes[1]):
+            for link in _links(recording, reading, apart, layers=[layer], heads=[head])[:1]:
+                best[layer, head] = link
+    return sorted(best.values(), key=lambda link: -link.weight)[:most]
 
 
 def _links(

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 MAX_TEXTS = 64
@@ -32,6 +33,8 @@ class Reading:
         special: bool (B, L), True at tokens that the tokenizer added ([CLS], [SEP], ...).
         labels: for each text, L labels cut from the text itself; added tokens by their names.
         names: for the added tokens by name ("[CLS]"), bool (B, L) where they stand.
+        words: (B, L), which word of the text (cut at white space) each token belongs to; -1 for added tokens.
+        unknown: pieces of the texts that the model reads as unknown.
     """
 
     texts: list[str]
@@ -40,6 +43,8 @@ class Reading:
     special: Tensor
     labels: list[list[str]]
     names: dict[str, Tensor]
+    words: Tensor
+    unknown: list[str]
 
 
 def gather_texts(texts: Sequence[str], file: Path | None, lines: Path | None) -> list[str]:
@@ -125,7 +130,9 @@ def _load(source: str) -> tuple[nn.Module, Any]:
             source, use_safetensors=True, attn_implementation="sdpa", output_loading_info=True, **options
         )
     except Exception as error:  # a folder's files are foreign input: whatever they break is one line
-        where = "is it a model folder?" if Path(source).is_dir() else "no such folder, and not in the local cache."
+        where = (
+            "is it a model folder?" if Path(source).is_dir() else "no such folder, and not in transformers' cache."
+        )
         raise UserError(f"can't load a model from {source}: {where} {first_line(error)}") from None
     # A missing pooler is drawn at random and comes after the last attention; anything else would be shown as trained.
     missing = sorted(name for name in loaded["missing_keys"] if "pooler" not in name)
@@ -164,7 +171,8 @@ def tokenize(texts: list[str], model: Any, tokenizer: Any) -> Reading:
     for number, count in enumerate(real.sum(dim=1).tolist(), start=1):
         if most is not None and count > most:
             raise UserError(
-                f"text {number} has {count:,} tokens, and the model has positions for {most:,}: shorten it."
+                f"text {number} has {count:,} tokens, and the model has positions for {most:,}: "
+                f"give it in parts, a part a line of --lines FILE."
             )
     special = encoded.pop("special_tokens_mask").bool()
     offsets = encoded.pop("offset_mapping").tolist()
@@ -178,7 +186,15 @@ def tokenize(texts: list[str], model: Any, tokenizer: Any) -> Reading:
         )
         if token_id is not None
     }
-    return Reading(texts, dict(encoded), real, special, labels, names)
+    words = torch.tensor(
+        [
+            [-1 if added else len(text[: span[0] + 1].split()) for span, added in zip(*row, strict=True)]
+            for text, *row in zip(texts, offsets, special.tolist(), strict=True)
+        ]
+    )
+    not_known = encoded["input_ids"] == (-1 if tokenizer.unk_token_id is None else tokenizer.unk_token_id)
+    unknown = [labels[text][token] for text, token in (not_known & ~special).nonzero().tolist()]
+    return Reading(texts, dict(encoded), real, special, labels, names, words, unknown)
 
 
 def _labels(text: str, tokens: list[str], offsets: list[list[int]], special: list[int]) -> list[str]:

@@ -34,7 +34,10 @@ def see(
     out: Annotated[
         Path | None, typer.Option(help="The HTML report. Default: report.html, or the next free name.")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Save what was seen as a .safetensors file.")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Save all numbers, as layer.N.FIELD in a .safetensors file."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
     """Show what every head of a trained model does on a text: a table, and an HTML report of all weights."""
@@ -109,7 +112,7 @@ def _print(terminal: Console, recording: Recording, reading: Reading, name: str)
     for row in heads.telling(recording, reading):
         if previous not in (None, row.kind):
             table.add_section()
-        shown = Text(", ").join(_link(link, reading) for link in row.links)
+        shown = Text("   ").join(_link(link, reading) for link in row.links)
         score = f"{row.score:.2f}{row.unit}"
         table.add_row(
             Text(visible_text(row.kind) if row.kind != previous else ""), f"L{row.layer}H{row.head}", score, shown
@@ -117,22 +120,30 @@ def _print(terminal: Console, recording: Recording, reading: Reading, name: str)
         previous = row.kind
     terminal.print(table)
 
-    terminal.print(Text("\nThe strongest links between words that are no neighbours"))
-    table = Table()
-    for column in ("from", "to", "weight", "head"):
-        table.add_column(column, justify="right" if column == "weight" else "left", overflow="fold")
-    if B > 1:
-        table.add_column("text", justify="right")
-    for link in heads.links(recording, reading):
-        query, key = (_token(reading, link.text, position) for position in (link.query, link.key))
-        number = [] if B == 1 else [str(link.text + 1)]
-        table.add_row(query, key, f"{link.weight:.2f}", f"L{link.layer}H{link.head}", *number)
-    terminal.print(table)
+    found = heads.links(recording, reading)
+    if found:
+        terminal.print(Text("\nEach head's strongest link between words that are no neighbours: the ten strongest"))
+        table = Table()
+        for column in ("from", "to", "weight", "head"):
+            table.add_column(column, justify="right" if column == "weight" else "left", overflow="fold")
+        if B > 1:
+            table.add_column("text", justify="right")
+        for link in found:
+            query, key = (_token(reading, link.text, position) for position in (link.query, link.key))
+            number = [] if B == 1 else [str(link.text + 1)]
+            table.add_row(query, key, f"{link.weight:.2f}", f"L{link.layer}H{link.head}", *number)
+        terminal.print(table)
+    if any("·" in label for labels in reading.labels for label in labels):
+        terminal.print(Text("x·2 is the second token of the character or word x."))
+    if reading.unknown:
+        pieces = visible_text(" ".join(reading.unknown[:20]))
+        terminal.print(Text(f"{len(reading.unknown)} tokens are unknown to the model, which sees [UNK]: {pieces}"))
 
 
 def _link(link: heads.Link, reading: Reading) -> Text:
     query, key = (_token(reading, link.text, position) for position in (link.query, link.key))
-    return Text.assemble(query, " → ", key, f" {link.weight:.2f}")
+    number = f"[{link.text + 1}] " if len(reading.texts) > 1 else ""
+    return Text.assemble(number, query, " → ", key, f" {link.weight:.2f}")
 
 
 def _token(reading: Reading, text: int, position: int) -> Text:
@@ -154,7 +165,13 @@ def _save(path: Path, recording: Recording, reading: Reading, name: str, *, over
                 parts = {f".{kind}": part for kind, part in zip(kinds, value, strict=True)}
             for suffix, part in parts.items():
                 tensors[f"layer.{layer}.{field}{suffix}"] = part.contiguous()
-    header = {"model": name, "layers": list(recording), "texts": reading.texts, "tokens": reading.labels}
+    header = {
+        "model": name,
+        "layers": list(recording),
+        "texts": reading.texts,
+        "tokens": reading.labels,
+        "offsets": heads.OFFSETS,  # the distances that the last axis of layer.N.offsets stands for
+    }
     data = to_bytes(tensors, metadata={"clearhead": json.dumps(header, ensure_ascii=False)})
     with path.open("wb" if overwrite else "xb") as file:
         file.write(data)

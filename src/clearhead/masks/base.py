@@ -156,6 +156,8 @@ class Mask:
     def explain(self, L: int, S: int, *, query: int, key: int, batch: int = 0, head: int = 0) -> str:
         """Why one pair is visible or hidden: a line for the verdict, then one for each part of the mask.
 
+        Parts of an ``&``, ``|`` or ``~`` inside the mask stand below it, indented.
+
         Args:
             L: number of queries.
             S: number of keys.
@@ -179,16 +181,19 @@ class Mask:
         b = one_index("batch", batch, B) if B != 1 else 0
         h = one_index("head", head, H) if H != 1 else 0
 
-        def verdict(mask: Mask) -> bool:
-            b_at, h_at, q_at, k_at = (torch.tensor(i, device=mask.device) for i in (b, h, q, k))
-            return bool(mask._rule(b_at, h_at, q_at, k_at, L, S))
+        at = (b, h, q, k, L, S)
+        word = "may" if self._verdict(*at) else "may NOT"
+        head_line = f"query {q} {word} attend to key {k} (batch {batch}, head {head})"
+        return "\n".join([head_line, *("  " + line for line in self._because(*at))])
 
-        word = "may" if verdict(self) else "may NOT"
-        lines = [f"query {q} {word} attend to key {k} (batch {batch}, head {head})"]
-        for leaf in self._leaves():
-            mark = "yes" if verdict(leaf) else "no "
-            lines.append(f"  {mark}  {leaf!r}: {leaf._why(b, h, q, k, L, S)}")
-        return "\n".join(lines)
+    def _verdict(self, b: int, h: int, q: int, k: int, L: int, S: int) -> bool:
+        b_at, h_at, q_at, k_at = (torch.tensor(i, device=self.device) for i in (b, h, q, k))
+        return bool(self._rule(b_at, h_at, q_at, k_at, L, S))
+
+    def _because(self, b: int, h: int, q: int, k: int, L: int, S: int) -> list[str]:
+        """The verdict of this part and its reason, a line; of a joined mask, its parts' lines below."""
+        at = (b, h, q, k, L, S)
+        return [f"{'yes' if self._verdict(*at) else 'no '}  {self!r}: {self._why(*at)}"]
 
     def draw(self, L: int, S: int, *, batch: int = 0, head: int = 0, max_cells: int = 64) -> str:
         """A picture in text: a row for each query, a column for each key; large masks are pooled.
@@ -261,11 +266,13 @@ class Mask:
     def __and__(self, other: Mask) -> Mask:
         from clearhead.masks.joined import And
 
+        _refuse_tensor(other)
         return And._of(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
         from clearhead.masks.joined import Or
 
+        _refuse_tensor(other)
         return Or._of(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> Mask:
@@ -340,6 +347,11 @@ def bare(cls: type[Any], attributes: list[tuple[str, Any]]) -> Any:
     for name, value in attributes:
         object.__setattr__(instance, name, value)
     return instance
+
+
+def _refuse_tensor(other: object) -> None:
+    if isinstance(other, Tensor):
+        raise TypeError("a tensor joins a mask with its axes named: mask & Allowed(tensor, axes='qk'), for example.")
 
 
 def show(value: Any) -> str:

@@ -56,6 +56,7 @@ class _Joined(_Composite):
     """And and Or: two or more parts, joined by a sign."""
 
     _sign: ClassVar[str]
+    _needs: ClassVar[str]
     _join: ClassVar[Callable[[Tensor, Tensor], Tensor]]
 
     def __post_init__(self) -> None:
@@ -92,6 +93,13 @@ class _Joined(_Composite):
     def _tile(self, tile: Tile) -> Tensor:
         return reduce(type(self)._join, (part._tile(tile) for part in self.parts))
 
+    def _because(self, b: int, h: int, q: int, k: int, L: int, S: int) -> list[str]:
+        at = (b, h, q, k, L, S)
+        lines = [f"{'yes' if self._verdict(*at) else 'no '}  {self._sign} ({self._needs}):"]
+        for part in self.parts:
+            lines += ["  " + line for line in part._because(*at)]
+        return lines
+
     def __repr__(self) -> str:
         shown = (f"({part!r})" if isinstance(part, _Joined) else repr(part) for part in self.parts)
         return f" {self._sign} ".join(shown)
@@ -102,7 +110,13 @@ class And(_Joined):
     """Visible where every part says so. Built by ``&``."""
 
     _sign = "&"
+    _needs = "every part must say yes"
     _join = operator.and_
+
+    def explain(self, L: int, S: int, *, query: int, key: int, batch: int = 0, head: int = 0) -> str:
+        """As `Mask.explain`; the parts of an outermost ``&`` stand below the verdict itself."""
+        verdict, _, *parts = super().explain(L, S, query=query, key=key, batch=batch, head=head).split("\n")
+        return "\n".join([verdict, *(part.removeprefix("  ") for part in parts)])
 
     def _reach(self, queries: range, L: int, S: int) -> range:
         reaches = [part._reach(queries, L, S) for part in self.parts]
@@ -115,6 +129,7 @@ class Or(_Joined):
     """Visible where some part says so. Built by ``|``."""
 
     _sign = "|"
+    _needs = "one part must say yes"
     _join = operator.or_
 
     def _reach(self, queries: range, L: int, S: int) -> range:
@@ -137,6 +152,14 @@ class Not(_Composite):
 
     def __invert__(self) -> Mask:
         return self.parts[0]
+
+    def _because(self, b: int, h: int, q: int, k: int, L: int, S: int) -> list[str]:
+        (part,) = self.parts
+        at = (b, h, q, k, L, S)
+        mark = "yes" if self._verdict(*at) else "no "
+        if isinstance(part, _Composite):
+            return [f"{mark}  ~ (the part must say no):", *("  " + line for line in part._because(*at))]
+        return [f"{mark}  {self!r}: {part._why(*at)}"]
 
     def __repr__(self) -> str:
         (part,) = self.parts

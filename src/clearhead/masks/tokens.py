@@ -11,7 +11,17 @@ from torch import Tensor
 
 from clearhead.errors import MaskError
 from clearhead.masks.base import AXIS_NAMES, Mask, broadcast, frozen
-from clearhead.masks.values import Lengths, Rows, as_lengths, check_choice, extremes, id_rows, span, zero_one_rows
+from clearhead.masks.values import (
+    Lengths,
+    Rows,
+    as_lengths,
+    check_choice,
+    extremes,
+    id_rows,
+    span,
+    spans_of_ids,
+    zero_one_rows,
+)
 
 Side = Literal["right", "left"]
 
@@ -35,9 +45,7 @@ class _Padding(Mask):
         name = type(self).__name__
         check_choice(name, "side", side, ("right", "left"))
         if (lengths is None) == (real is None):
-            raise MaskError(
-                f"{name} takes either lengths=(B,) or real=(B, {self._axis.upper()}): exactly one of them."
-            )
+            raise MaskError(f"{name} takes either lengths=(B,) or real=(B, tokens): exactly one of them.")
         first: int | None = 0
         if lengths is not None:
             lengths = as_lengths(name, lengths)
@@ -196,6 +204,8 @@ class Segments(Mask):
 
     query_ids: Tensor
     key_ids: Tensor | None = None
+    # For each query the keys [first, behind) among which its segment lies, in any item; None = unknown.
+    _spans: tuple[list[int], list[int]] | None = field(default=None, init=False, repr=False)
 
     _tensors: ClassVar[tuple[str, ...]] = ("query_ids", "key_ids")
 
@@ -210,6 +220,7 @@ class Segments(Mask):
                 )
         object.__setattr__(self, "query_ids", query_ids)
         object.__setattr__(self, "key_ids", key_ids)
+        object.__setattr__(self, "_spans", spans_of_ids(query_ids, query_ids if key_ids is None else key_ids))
 
     def _keys(self) -> Tensor:
         return self.query_ids if self.key_ids is None else self.key_ids
@@ -230,6 +241,12 @@ class Segments(Mask):
     def _rule(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, L: int, S: int) -> Tensor:
         queries, keys = self.query_ids, self._keys()
         return queries[broadcast(b, queries), q] == keys[broadcast(b, keys), k]
+
+    def _reach(self, queries: range, L: int, S: int) -> range:
+        if torch.compiler.is_compiling() or self._spans is None or not queries:
+            return range(S)
+        first, behind = (bounds[queries.start : queries.stop] for bounds in self._spans)
+        return range(min(first), max(min(first), max(behind)))
 
     def _why(self, b: int, h: int, q: int, k: int, L: int, S: int) -> str:
         query, key = self.query_ids, self._keys()

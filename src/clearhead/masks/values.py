@@ -33,6 +33,27 @@ def span(real: Tensor) -> tuple[int | None, int | None]:
     return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
 
 
+def spans_of_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[list[int], list[int]] | None:
+    """For each query the first key with its id and the one behind the last, over all rows; None if unknown.
+
+    A query whose id no key carries has the empty span (S, 0).
+    """
+    if torch.compiler.is_compiling():
+        return None
+    S = key_ids.shape[1]
+    first = torch.full((query_ids.shape[1],), S)
+    behind = torch.zeros_like(first)
+    rows = max(query_ids.shape[0], key_ids.shape[0])
+    for queries, keys in zip(query_ids.cpu().expand(rows, -1), key_ids.cpu().expand(rows, -1), strict=True):
+        # Sorted stably, the keys of one id stand together, from the first position to the last.
+        ids, order = keys.sort(stable=True)
+        left, right = torch.searchsorted(ids, queries), torch.searchsorted(ids, queries, right=True)
+        there = right > left
+        first[there] = torch.minimum(first[there], order[left[there]])
+        behind[there] = torch.maximum(behind[there], order[right[there] - 1] + 1)
+    return first.tolist(), behind.tolist()
+
+
 def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     """MaskError unless the value is one of the choices."""
     if value not in choices:
@@ -54,7 +75,8 @@ def as_integers(owner: str, name: str, data: object) -> Tensor:
     """Integers of any shape, as int64."""
     tensor = as_tensor(owner, data, empty=torch.int64)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise MaskError(f"{owner}: {name} must be integers, not {tensor.dtype}.")
+        way_out = f" A flag for each token goes in {owner}(real=...)." if tensor.dtype == torch.bool else ""
+        raise MaskError(f"{owner}: {name} must be integers, not {tensor.dtype}.{way_out}")
     # A copy: numbers of it are kept on the host, and a mask doesn't change when the caller's tensor does.
     return tensor.to(torch.int64, copy=True)
 

@@ -497,7 +497,7 @@ function buildHeader() {
   $("notes").append(...data.notes.map((note) => element("li", "", note)));
   $("sequence").append(...data.tokens.map((tokens, index) => {
     const text = tokens.filter((token) => token !== "[PAD]").join(" ");
-    const option = element("option", "", `${index}: ${cut(text, 90)}`);
+    const option = element("option", "", `${index + 1}: ${cut(text, 90)}`);
     option.value = String(index);
     return option;
   }));

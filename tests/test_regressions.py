@@ -1,0 +1,479 @@
+"""Faults that were found by use, each with the right value; by the place where they were."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import clearhead as ch
+from clearhead.plan import TILE_ELEMENTS
+
+B, H, L, E = 2, 3, 5, 7
+
+
+def inputs(*lengths: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(B, H, n, E).to(dtype) for n in (lengths or (L, L, L))]
+
+
+# -- masks are values ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        ch.KeyPadding,
+        ch.QueryPadding,
+        ch.Prefix,
+        lambda t: ch.KeyPadding(real=t[:, None] > torch.arange(L)),
+        ch.Segments,
+    ],
+)
+def test_a_mask_does_not_change_with_the_callers_tensor(build: Any) -> None:
+    source = torch.tensor([2, 3]) if build is not ch.Segments else torch.tensor([0, 0, 1, 1, 1])
+    mask = build(source)
+    before = mask.dense(L, L).clone(), repr(mask), mask.visible_fraction(L, L)
+    source.fill_(5)
+    assert torch.equal(mask.dense(L, L), before[0])
+    assert (repr(mask), mask.visible_fraction(L, L)) == before[1:]
+
+
+def test_a_real_tensor_is_copied_too() -> None:
+    real = torch.tensor([[True, True, False, False, False]])
+    mask = ch.KeyPadding(real=real)
+    real[:] = True
+    assert mask == ch.KeyPadding(real=[[1, 1, 0, 0, 0]])
+
+
+def test_replaced_leaves_do_not_keep_old_host_numbers() -> None:
+    mask = torch.utils._pytree.tree_map(lambda t: t + 2, ch.KeyPadding([1, 2]))
+    q, k, v = inputs()
+    torch.testing.assert_close(ch.attention(q, k, v, mask), ch.attention(q, k, v, ch.KeyPadding([3, 4])))
+
+
+def test_an_explanation_shows_negations_and_groups() -> None:
+    mask = ch.Causal() & ~ch.Prefix(1)
+    assert "  no   ~Prefix(lengths=[1]): the first 1 keys" in mask.explain(5, 5, query=3, key=0)
+    lines = ((ch.Causal() | ch.Prefix(2)) & ~(ch.KeyPadding([3]) & ch.Causal())).explain(5, 5, query=0, key=1)
+    assert lines.splitlines() == [
+        "query 0 may attend to key 1 (batch 0, head 0)",
+        "  yes  | (one part must say yes):",
+        "    no   Causal(): key 1 comes 1 after the query's position 0",
+        "    yes  Prefix(lengths=[2]): the first 2 keys are open to all queries",
+        "  yes  ~ (the part must say no):",
+        "    no   & (every part must say yes):",
+        "      yes  KeyPadding(lengths=[3]): key 1 is real, item 0 has 3 real keys",
+        "      no   Causal(): key 1 comes 1 after the query's position 0",
+    ]
+
+
+def test_segments_reach_their_own_keys_only() -> None:
+    ids = torch.arange(100) // 10
+    mask = ch.Segments(ids)
+    assert mask._reach(range(20, 40), 100, 100) == range(20, 40)
+    assert len(ch.Segments(ids, ids + 100)._reach(range(100), 100, 100)) == 0
+    shuffled = ids[torch.randperm(100, generator=torch.Generator().manual_seed(1))]
+    mask = ch.Segments(torch.stack([ids, shuffled]))
+    dense = mask.dense(100, 100)[:, 0]
+    for start in range(0, 100, 7):
+        rows = range(start, min(100, start + 7))
+        seen = dense[:, rows.start : rows.stop].any(1).any(0).nonzero().flatten()
+        assert mask._reach(rows, 100, 100) == range(int(seen[0]), int(seen[-1]) + 1)
+
+
+def test_a_tensor_beside_a_mask_names_the_way_out() -> None:
+    with pytest.raises(TypeError, match=r"mask & Allowed\(tensor, axes='qk'\)"):
+        ch.Causal() & torch.ones(2, 2, dtype=torch.bool)
+    with pytest.raises(ch.MaskError, match=r"A flag for each token goes in KeyPadding\(real=\.\.\.\)"):
+        ch.KeyPadding(torch.ones(2, 3, dtype=torch.bool))
+
+
+# -- one meaning ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "blockwise", "reference"])
+def test_autocast_does_not_reach_into_a_call(backend: str) -> None:
+    q, k, v = inputs()
+    observe = ch.Observe(lse=True, entropy=True, weights=True)
+    plain, seen = ch.attention(6 * q, k, v, backend=backend, observe=observe)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast, cast_seen = ch.attention(6 * q, k, v, backend=backend, observe=observe)
+    assert cast.dtype == torch.float32
+    assert torch.equal(plain, cast)
+    for name in ("lse", "entropy", "weights"):
+        assert torch.equal(seen[name], cast_seen[name])
+
+
+def test_the_module_under_autocast_is_torchs() -> None:
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(16, 4, batch_first=True)
+    ours, x = ch.MultiHeadAttention.from_torch(theirs), torch.randn(2, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, expected = ours(x), theirs(x, x, x, need_weights=False)[0]
+        _, seen = ours(x, observe=ch.Observe(weights=True))
+    assert mine.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(mine, expected, atol=2e-2, rtol=2e-2)
+    assert seen.weights.dtype == torch.float32
+    torch.testing.assert_close(seen.weights.sum(-1), torch.ones(2, 4, 5), atol=1e-6, rtol=0)
+
+
+def test_a_scale_that_vanishes_in_float32_gives_the_mean() -> None:
+    q, k, v = inputs()
+    for mask in (None, ch.Causal(align="start")):
+        expected = ch.attention(q, k, v, mask, scale=0.0)
+        torch.testing.assert_close(ch.attention(q, k, v, mask, scale=1e-46), expected)
+        assert expected.isfinite().all()
+
+
+def test_a_wide_bias_means_the_same_on_every_backend() -> None:
+    q, k, v = inputs()
+    bias = torch.zeros(L, L, dtype=torch.float64)
+    bias[1] = torch.finfo(torch.float64).min  # minus infinity, as a float32
+    for backend in ("sdpa", "blockwise", "reference"):
+        out = ch.attention(q, k, v, attn_bias=bias, backend=backend)
+        assert (out[:, :, 1] == 0).all()
+        assert out.isfinite().all()
+
+
+def test_a_learned_scale_is_refused_not_detached() -> None:
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match="a learned scale is a factor on the query"):
+        ch.attention(q, k, v, scale=torch.tensor(0.5, requires_grad=True))
+
+
+def test_a_learned_bias_without_grad_takes_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    original = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: called.append(1) or original(*a, **k)
+    )
+    q, k, v = inputs()
+    with torch.no_grad():
+        ch.attention(q, k, v, attn_bias=torch.randn(L, L, requires_grad=True))
+    assert called
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_hidden_nan_reaches_no_parameter(cross: bool) -> None:
+    torch.manual_seed(0)
+    mha, x = ch.MultiHeadAttention(8, 2), torch.randn(2, 5, 8)
+    padding = ch.KeyPadding([5, 3])
+    mask = padding if cross else padding & ch.QueryPadding([5, 3])
+
+    def gradients(fill: float) -> list[torch.Tensor]:
+        mha.zero_grad()
+        memory = x.clone()
+        memory[1, 3:] = fill
+        out = mha(x, memory, mask=mask) if cross else mha(memory, mask=mask)
+        out.sum().backward()
+        return [p.grad.clone() for p in mha.parameters() if p.grad is not None]
+
+    for clean, poisoned in zip(gradients(0.0), gradients(math.nan), strict=True):
+        torch.testing.assert_close(clean, poisoned)
+
+
+def test_visible_nan_stays_visible_in_the_module() -> None:
+    mha, x = ch.MultiHeadAttention(8, 2), torch.randn(2, 5, 8)
+    x[1, 2] = math.nan
+    out = mha(x, mask=ch.Causal())
+    assert out[0].isfinite().all()
+    assert out[1, :2].isfinite().all()
+    assert out[1, 2:].isnan().all()
+
+
+# -- looking -------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_real_query_is_found_without_an_l_x_s_mask() -> None:
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self.numel = max(self.numel, tensor.untyped_storage().nbytes())
+            return out
+
+    n = 4096
+    q = torch.randn(1, 1, n, 4)
+    with Largest() as largest:
+        mask = ch.Window(left=64, right=0) & ch.QueryPadding([3000])
+        _, seen = ch.attention(q, q, q, mask, observe=ch.Observe(weights=ch.At(last_real=True)))
+    assert seen.weights[0, 0, 0].nonzero().max() == 2999
+    assert largest.numel <= 8 * TILE_ELEMENTS  # n * n bytes are four times that
+
+
+def test_pictures_refuse_a_choice_of_heads_or_queries(tmp_path: Any) -> None:
+    q, k, v = inputs()
+    for at in (ch.At(heads=[1, 0, 2]), ch.At(queries=[4, 3, 2, 1, 0])):
+        _, seen = ch.attention(q, k, v, observe=ch.Observe(weights=at))
+        with pytest.raises(ValueError, match="plot shows whole maps, but At"):
+            seen.plot()
+    mha = ch.MultiHeadAttention(8, 2)
+    with ch.record(mha, ch.Observe(weights=ch.At(heads=[1]))) as recording:
+        mha(torch.randn(1, 3, 8))
+    with pytest.raises(ValueError, match="has nothing to draw"):
+        recording.to_html(tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("choice", [[True, False], "12", [0.7]])
+def test_a_choice_is_of_integers(choice: Any) -> None:
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match=r"At\(heads=\.\.\.\) takes an int"):
+        ch.attention(q, k, v, observe=ch.Observe(weights=ch.At(heads=choice)))
+
+
+@pytest.mark.parametrize("wrong", [{"entropy": "yes"}, {"offsets": 3}, {"offsets": [0.5]}])
+def test_an_observation_of_the_wrong_kind(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"Observe\({next(iter(wrong))}=\.\.\.\) takes"):
+        ch.Observe(**wrong)
+
+
+def test_observations_and_what_was_seen_can_be_compared() -> None:
+    q, k, v = inputs()
+    observe = ch.Observe(mass={"a": torch.ones(1, L, dtype=torch.bool)})
+    seen = [ch.attention(q, k, v, observe=observe)[1] for _ in range(2)]
+    assert observe != ch.Observe(mass={"a": torch.ones(1, L, dtype=torch.bool)})
+    assert seen[0] == seen[0]
+    assert seen[0] != seen[1]
+
+
+# -- from and to torch ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("without", ["q_proj", "k_proj", "v_proj", "out_proj"])
+def test_to_torch_with_one_bias_missing(without: str) -> None:
+    torch.manual_seed(0)
+    mha, x = ch.MultiHeadAttention(8, 2), torch.randn(2, 5, 8)
+    for projection in (mha.q_proj, mha.k_proj, mha.v_proj, mha.out_proj):
+        nn.init.normal_(projection.bias)  # type: ignore[union-attr, arg-type]
+    setattr(mha, without, nn.Linear(8, 8, bias=False))
+    torch.testing.assert_close(mha.to_torch()(x, x, x)[0], mha(x))
+    back = ch.MultiHeadAttention.from_torch(mha.to_torch())
+    torch.testing.assert_close(back(x), mha(x))
+
+
+def test_to_torch_refuses_a_projection_that_computes_its_weight() -> None:
+    mha = ch.MultiHeadAttention(8, 2)
+    mha.q_proj.register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(ValueError, match=r"plain nn\.Linear"):
+        mha.to_torch()
+
+
+def test_padding_from_torch_is_padding() -> None:
+    mask, _ = ch.mask_from_mha(key_padding_mask=torch.tensor([[False] * 5, [False] * 3 + [True] * 2]))
+    mha = ch.MultiHeadAttention(8, 2)
+    with ch.record(mha, ch.Observe(received=True)) as recording:
+        mha(torch.randn(2, 5, 8), mask=mask)
+    torch.testing.assert_close(recording[0].received.sum(-1), torch.tensor([[5.0, 5.0], [3.0, 3.0]]))
+
+
+# -- record --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_named() -> None:
+    model = nn.ModuleDict({"ours": ch.MultiHeadAttention(8, 2), "theirs": nn.MultiheadAttention(8, 2)})
+    with (
+        pytest.warns(UserWarning, match="not recorded: torch.nn.MultiheadAttention at theirs"),
+        ch.record(model, ch.Observe(entropy=True)),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"1 torch\.nn\.MultiheadAttention, to be converted by from_torch"),
+        ch.record(model["theirs"], ch.Observe(entropy=True)),
+    ):
+        pass
+
+
+def test_a_compiled_module_is_refused() -> None:
+    compiled = torch.compile(ch.MultiHeadAttention(8, 2), backend="eager")
+    with (
+        pytest.raises(ValueError, match=r"record the module before torch\.compile"),
+        ch.record(compiled, ch.Observe(entropy=True)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("model", "observe"), [(None, ch.Observe()), (nn.Linear(1, 1), None)])
+def test_record_takes_a_module_and_an_observe(model: Any, observe: Any) -> None:
+    with (
+        pytest.raises(TypeError, match=r"record takes a torch\.nn\.Module|observe must be an Observe"),
+        ch.record(model, observe),
+    ):
+        pass
+
+
+class TestTransformers:
+    """What `record` does on models whose parts are easy to take for something else."""
+
+    transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+    sizes = {  # noqa: RUF012
+        "vocab_size": 31,
+        "hidden_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "intermediate_size": 5,
+        "max_position_embeddings": 16,
+    }
+
+    def bert(self, implementation: str = "sdpa", config: Any = None) -> Any:
+        torch.manual_seed(0)
+        config = config or self.transformers.BertConfig(**self.sizes, attn_implementation=implementation)
+        return self.transformers.BertModel(config).eval()
+
+    def test_encoder_decoder_models_are_refused(self) -> None:
+        config = self.transformers.BartConfig(
+            vocab_size=31, d_model=12, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3,
+            decoder_attention_heads=3, encoder_ffn_dim=5, decoder_ffn_dim=5, max_position_embeddings=16,
+        )  # fmt: skip
+        model = self.transformers.BartModel(config)
+        with pytest.raises(ValueError, match="encoder-decoder"), ch.record(model, ch.Observe(entropy=True)):
+            pass
+
+    def test_a_bool_mask_of_the_users_own_means_what_the_model_makes_of_it(self) -> None:
+        mask = torch.rand(1, 1, 6, 6, generator=torch.Generator().manual_seed(1)) > 0.4
+        ids = torch.arange(6)[None]
+        eager = self.bert("eager")
+        with torch.no_grad(), ch.record(eager, ch.Observe(weights=True)) as recording:
+            theirs = eager(input_ids=ids, attention_mask=mask, output_attentions=True).attentions[0]
+        torch.testing.assert_close(recording[0].weights, theirs, atol=1e-6, rtol=0)
+
+    def test_a_step_with_a_longer_cache_sees_what_the_model_sees(self) -> None:
+        config = self.transformers.LlamaConfig(**self.sizes, num_key_value_heads=1, pad_token_id=0)
+        torch.manual_seed(0)
+        model = self.transformers.LlamaForCausalLM(config).eval()
+        ids = torch.tensor([[5, 6, 7], [0, 8, 9]])
+        options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 3, "do_sample": False}
+        for cache in ("dynamic", "static"):
+            with torch.no_grad(), ch.record(model, ch.Observe(weights=True, value=True, context=True)) as recording:
+                model.generate(ids, cache_implementation=cache, **options)
+            for seen in recording.calls(0):
+                context = seen.weights @ seen.value.repeat_interleave(3, dim=1)
+                alive = seen.weights.sum(-1) > 0
+                assert alive[0].all()
+                torch.testing.assert_close(context[alive], seen.context[alive], atol=1e-5, rtol=0)
+
+    def test_another_model_with_the_same_config_is_not_heard(self) -> None:
+        config = self.transformers.BertConfig(**self.sizes)
+        one, other = self.bert(config=config), self.bert(config=config)
+        ids = torch.arange(6)[None]
+        with torch.no_grad(), ch.record(one, ch.Observe(entropy=True)) as recording:
+            other(input_ids=ids)
+            assert len(recording) == 0
+            one(input_ids=ids)
+        assert list(recording) == ["encoder.layer.0.attention.self"]
+
+    def test_recording_twice_at_a_time_is_refused_in_words(self) -> None:
+        model = self.bert()
+        refused = pytest.raises(ValueError, match="is being recorded already")
+        with ch.record(model, ch.Observe(entropy=True)), refused, ch.record(model, ch.Observe(entropy=True)):
+            pass
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_an_implementation_chosen_meanwhile_stays(self) -> None:
+        model = self.bert()
+        with ch.record(model, ch.Observe(entropy=True)):
+            model.set_attn_implementation("eager")
+        assert model.config._attn_implementation == "eager"
+
+    def test_models_inside_a_plain_module_are_heard(self) -> None:
+        model = nn.ModuleDict({"bert": self.bert(), "head": ch.MultiHeadAttention(12, 3)})
+        with torch.no_grad(), ch.record(model, ch.Observe(entropy=True)) as recording:
+            model["head"](model["bert"](input_ids=torch.arange(6)[None]).last_hidden_state)
+        assert list(recording) == ["bert.encoder.layer.0.attention.self", "head"]
+
+    def test_an_eager_layer_subclassed_elsewhere_is_found(self) -> None:
+        model = self.bert("eager")
+        layer = model.encoder.layer[0].attention
+        kind = type("Own", (type(layer.self),), {"__module__": __name__})
+        layer.self.__class__ = kind
+        with torch.no_grad(), ch.record(model, ch.Observe(entropy=True)) as recording:
+            model(input_ids=torch.arange(6)[None])
+        assert recording[0].entropy.shape == (1, 3, 6)
+
+
+# -- autograd, compile, export --------------------------------------------------------------------------------------
+
+
+MASKS = [None, ch.Causal(), ch.Causal() & ch.KeyPadding([5, 3]), ch.Segments([0, 0, 1, 1, 1])]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in jvp
+def test_derivatives_of_every_kind(mask: ch.Mask | None) -> None:
+    q, k, v = (t.requires_grad_() for t in inputs(dtype=torch.float64))
+
+    def call(*tensors: torch.Tensor, backend: str | None = None) -> torch.Tensor:
+        return ch.attention(*tensors, mask, backend=backend)
+
+    assert torch.autograd.gradgradcheck(call, (q, k, v))
+    primals = tuple(t.detach() for t in (q, k, v))
+    tangents = tuple(torch.randn_like(t) for t in primals)
+    _, ours = torch.func.jvp(call, primals, tangents)
+    # Central differences of the reference, an independent truth.
+    step = 1e-6
+    ahead, behind = (
+        call(*(p + sign * step * t for p, t in zip(primals, tangents, strict=True)), backend="reference")
+        for sign in (1, -1)
+    )
+    torch.testing.assert_close(ours, (ahead - behind) / (2 * step), atol=1e-7, rtol=1e-6)
+    mapped = torch.vmap(lambda x: call(x, *primals[1:]))(torch.stack([primals[0], 2 * primals[0]]))
+    torch.testing.assert_close(mapped[1], call(2 * primals[0], *primals[1:]))
+
+
+def test_a_backward_through_the_fused_kernel_can_be_repeated() -> None:
+    q, k, v = (t.requires_grad_() for t in inputs())
+    out = ch.attention(q, k, v, backend="sdpa")
+    first = torch.autograd.grad(out.sum(), q, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(out.sum(), q)[0])
+
+
+@pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Window(2, 1)], ids=repr)
+def test_an_exported_program_takes_any_batch_and_length(mask: ch.Mask | None) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mha = ch.MultiHeadAttention(8, 2)
+
+        def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+            padding = ch.KeyPadding(real=real)
+            return self.mha(x, mask=padding if mask is None else mask & padding)
+
+    layer = Layer().eval()
+    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+    real = torch.rand(2, 5, generator=torch.Generator().manual_seed(0)) > 0.3
+    program = torch.export.export(layer, (torch.randn(2, 5, 8), real), dynamic_shapes=(dims, dims))
+    x, real = torch.randn(3, 11, 8), torch.rand(3, 11) > 0.3
+    torch.testing.assert_close(program.module()(x, real), layer(x, real))
+
+
+def test_a_compiled_program_serves_other_lengths_of_padding() -> None:
+    mha, x = ch.MultiHeadAttention(8, 2), torch.randn(2, 5, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, mask: mha(x, mask=mask), backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in ([1, 2], [5, 5], [0, 3]):
+            mask = ch.Causal() & ch.KeyPadding(lengths)
+            torch.testing.assert_close(compiled(x, mask), mha(x, mask=mask))
+
+
+def test_statistics_compile_whole() -> None:
+    q, k, v = inputs()
+    torch._dynamo.reset()
+    observe = ch.Observe(lse=True, entropy=True, received=True, top_k=2, weights=ch.At(last_real=True))
+    compiled = torch.compile(ch.attention, backend="eager", fullgraph=True)
+    _, seen = compiled(q, k, v, ch.Causal(), observe=observe)
+    _, plain = ch.attention(q, k, v, ch.Causal(), observe=observe)
+    for name in ("lse", "entropy", "received", "weights"):
+        torch.testing.assert_close(seen[name], plain[name])
+
+
+def test_a_copy_of_a_module_computes_the_same() -> None:
+    mha, x = ch.MultiHeadAttention(8, 2), torch.randn(2, 5, 8)
+    assert torch.equal(copy.deepcopy(mha)(x), mha(x))
