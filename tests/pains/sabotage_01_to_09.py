@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clearhead import checks, multihead
 from clearhead.backends import blockwise, nonfinite, reference, sdpa
-from clearhead.masks import base, convert, relative, tokens
+from clearhead.masks import convert, joined, relative, tokens
 from clearhead.masks import tensors as mask_tensors
 from pains import test_01_dead_rows as row_1
 from pains import test_02_left_padding as row_2
@@ -126,8 +126,8 @@ REMOVALS = [
         "in eval the module takes its mask for a hint unless someone looks",
         multihead.MultiHeadAttention,
         "forward",
-        '"mask": mask,',
-        '"mask": mask if self.training or observe is not None else None,',
+        "mask=mask,",
+        "mask=mask if self.training or observe is not None else None,",
         (
             *each(row_5.check_causal, MODULES),
             *each(row_5.check_future_is_out_of_reach, MODULES),
@@ -157,7 +157,7 @@ REMOVALS = [
     ),
     Removal(
         "causal is dropped when joined with padding",
-        base.And,
+        joined.And,
         "_of",
         "flat: list[Mask] = []",
         "flat = []; masks = [m for m in masks if type(m).__name__ != 'Causal']",
@@ -208,8 +208,8 @@ REMOVALS = [
         "a bias is dropped in eval",
         multihead.MultiHeadAttention,
         "forward",
-        '"attn_bias": attn_bias,',
-        '"attn_bias": attn_bias if self.training else None,',
+        "attn_bias=attn_bias,",
+        "attn_bias=attn_bias if self.training else None,",
         (*each(row_7.check_bias, MODULES), *each(row_7.check_bias, MODULES, bias="for each key")),
     ),
     Removal(
@@ -242,9 +242,16 @@ REMOVALS = [
         "visible",
         (
             *each(row_8.check_said, said="Blocked"),
-            *each(row_8.check_said, said="torch's module, padding"),
             *each(row_16.check_both_hide, joined="both of torch's module"),
         ),
+    ),
+    Removal(
+        "the padding of torch's module is taken for its real tokens",
+        convert,
+        "mask_from_mha",
+        "real=~key_padding_mask",
+        "real=key_padding_mask",
+        each(row_8.check_said, said="torch's module, padding"),
     ),
     Removal(
         "numbers are taken for flags",

@@ -3,8 +3,7 @@
 pytorch 101967: it leaks into every output (0 x NaN). pytorch 141128: a *visible* NaN was turned into zeros. Here:
 hidden content can't matter, forward or backward, and what is visible stays visible.
 
-Not covered: gradients of the projections' weights. A ``nn.Linear`` that is itself given NaN rows multiplies them
-by gradients of 0.
+The projections' weights, which a ``nn.Linear`` would give 0 x NaN, are in ``test_regressions.py``.
 """
 
 from __future__ import annotations

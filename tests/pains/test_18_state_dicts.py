@@ -3,7 +3,7 @@
 torchtune 222; transformers 33928: a strict load fails between packed and separate projections. Here `from_torch` and
 `to_torch` carry over both layouts, both ways, and the module's own layout has one name for each projection.
 
-Not covered: grouped heads, which torch's module doesn't have; they keep clearhead's own layout.
+Loading each layout by `load_state_dict`, grouped heads included, is in ``test_state.py``.
 """
 
 from __future__ import annotations
