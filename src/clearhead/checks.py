@@ -142,21 +142,20 @@ def check_observe(observe: Observe, sizes: tuple[int, int, int, int]) -> None:
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (2, 3, 4):
         raise ShapeError(
-            f"expected {_LEGEND}, or all three without the head axis, or without batch and head axes; got {shapes}."
+            f"expected {_LEGEND}, or all three without the head axis, or without batch and head axes; got {_shapes(query, key, value)}."
         )
     if query.shape[-1] != key.shape[-1]:
         raise ShapeError(
-            f"query and key must have the same width E: {query.shape[-1]} and {key.shape[-1]} in {shapes}."
+            f"query and key must have the same width E: {query.shape[-1]} and {key.shape[-1]} in {_shapes(query, key, value)}."
         )
     if key.shape[-2] != value.shape[-2]:
         raise ShapeError(
-            f"key and value must have the same length S: {key.shape[-2]} and {value.shape[-2]} in {shapes}."
+            f"key and value must have the same length S: {key.shape[-2]} and {value.shape[-2]} in {_shapes(query, key, value)}."
         )
     if query.ndim > 2 and not query.shape[0] == key.shape[0] == value.shape[0]:
-        raise ShapeError(f"query, key and value must have the same batch size B: got {shapes}.")
+        raise ShapeError(f"query, key and value must have the same batch size B: got {_shapes(query, key, value)}.")
     if query.ndim == 4:
         Hq, Hkv = query.shape[1], key.shape[1]
         if value.shape[1] != Hkv:
@@ -164,8 +163,12 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         if Hq == 0 or Hkv == 0 or Hq % Hkv:
             raise ShapeError(
                 f"the query heads must be a multiple of the key/value heads (grouped-query attention): "
-                f"{Hq} is not a multiple of {Hkv} in {shapes}. Axes are (B, H, L, E): heads before length."
+                f"{Hq} is not a multiple of {Hkv} in {_shapes(query, key, value)}. Axes are (B, H, L, E): heads before length."
             )
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
 def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -173,8 +176,8 @@ def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ShapeError(
             "nested tensors are not supported: pad them (nested.to_padded_tensor) and pass a KeyPadding."
         )
-    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key, value)]
-    if len(set(dtypes)) > 1 or query.dtype not in DTYPES:
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key, value)]
         raise ShapeError(
             f"query, key and value must share one floating-point dtype (float16, bfloat16, float32 or float64), not "
             f"{', '.join(dtypes)}: convert with .to()."
