@@ -144,15 +144,18 @@ def check_observe(observe: Observe, sizes: tuple[int, int, int, int]) -> None:
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (2, 3, 4):
         raise ShapeError(
-            f"expected {_LEGEND}, or all three without the head axis, or without batch and head axes; got {_shapes(query, key, value)}."
+            f"expected {_LEGEND}, or all three without the head axis, or without batch and head axes; "
+            f"got {_shapes(query, key, value)}."
         )
     if query.shape[-1] != key.shape[-1]:
         raise ShapeError(
-            f"query and key must have the same width E: {query.shape[-1]} and {key.shape[-1]} in {_shapes(query, key, value)}."
+            f"query and key must have the same width E: {query.shape[-1]} and {key.shape[-1]} "
+            f"in {_shapes(query, key, value)}."
         )
     if key.shape[-2] != value.shape[-2]:
         raise ShapeError(
-            f"key and value must have the same length S: {key.shape[-2]} and {value.shape[-2]} in {_shapes(query, key, value)}."
+            f"key and value must have the same length S: {key.shape[-2]} and {value.shape[-2]} "
+            f"in {_shapes(query, key, value)}."
         )
     if query.ndim > 2 and not query.shape[0] == key.shape[0] == value.shape[0]:
         raise ShapeError(f"query, key and value must have the same batch size B: got {_shapes(query, key, value)}.")
@@ -163,7 +166,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         if Hq == 0 or Hkv == 0 or Hq % Hkv:
             raise ShapeError(
                 f"the query heads must be a multiple of the key/value heads (grouped-query attention): "
-                f"{Hq} is not a multiple of {Hkv} in {_shapes(query, key, value)}. Axes are (B, H, L, E): heads before length."
+                f"{Hq} is not a multiple of {Hkv} in {_shapes(query, key, value)}. Axes are (B, H, L, E): heads "
+                f"before length."
             )
 
 
