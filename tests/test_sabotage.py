@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from cases import CASES, Case
+from cases import Case
 from clearhead import functional
 from clearhead.backends import BACKENDS
 from clearhead.backends.reference import Reference
@@ -21,12 +21,12 @@ from clearhead.masks import And, Mask, Not, Or
 from conformance import (
     check_dropout_share,
     check_gradients,
-    check_hidden_poison,
     check_output,
     check_seen,
     check_table,
-    check_visible_poison,
 )
+from poison import check_hidden_poison, check_visible_poison
+from product import CASES
 
 DOUBLE = [case for case in CASES if case.dtype == "f64" and not case.bias.startswith("bias-hides")]
 PLAIN = [case for case in DOUBLE if case.scale == "default" and case.bias == "no-bias"]
@@ -326,7 +326,7 @@ def test_wrong_statistics_are_caught(name: str, monkeypatch: pytest.MonkeyPatch)
 
     def wrong(*args: Any) -> dict[str, Any]:
         found = look(*args)
-        return found | {name: WRONG_SIGHTS[name](found[name])}
+        return found | {name: WRONG_SIGHTS[name](found[name])} if name in found else found
 
     monkeypatch.setattr(functional, "look", wrong)
     with pytest.raises(AssertionError, match=name):
