@@ -10,10 +10,10 @@ JOBS   ?= 2
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test test-all conformance check bench docs clean
 
 help:  ## what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
 
 demo: $(VENV)/.demo  ## a trained model reads a sentence: a table here, every head in clearhead-report.html
 	@$(BIN)/clearhead see "The animal didn't cross the street because it was too tired." \
@@ -21,6 +21,12 @@ demo: $(VENV)/.demo  ## a trained model reads a sentence: a table here, every he
 
 test: $(VENV)/.dev  ## all tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
+
+test-all: $(VENV)/.dev  ## all tests, three-wise instead of pairwise, and 2,000 fuzzed calls; an hour
+	@CONFORMANCE=3 FUZZ=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
+
+conformance: $(VENV)/.dev  ## every case on every path: a table of the worst errors, beside torch's
+	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m conformance_report
 
 check: $(VENV)/.dev  ## style, types, import order
 	@$(BIN)/ruff check .

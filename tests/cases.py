@@ -1,17 +1,14 @@
-"""One table of cases, shared by tests and benchmarks: sizes, masks, biases, scales, dtypes, memory layouts.
+"""What a call is made of: sizes, masks, biases, scales, dtypes, memory layouts; and the truth about it.
 
-Every kind of mask meets every shape; the other factors are drawn, seeded, so that each pair of levels of any
-two factors occurs (`test_backends` checks that). Pairs of masks come on top, then inputs with an empty axis.
+`product` says which of their combinations are tried.
 """
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
-from itertools import combinations, cycle
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -203,10 +200,14 @@ MASKS: dict[str, Callable[[Sizes], Built]] = {
     "prefix-lm": _and(_or(KINDS["causal"], KINDS["prefix-items"]), KINDS["keys"]),
     "packed-causal": _and(KINDS["causal"], KINDS["segments"], KINDS["queries"]),
 }
+LONE = ("none", "bare-qk", "bare-bhqk")  # not a `Mask`: nothing can be joined to them
 PAIRED = tuple(name for name in KINDS if name not in ("keys-ids", "queries-real", "window-future", "blocked-hk"))
 PAIRS = {
-    f"{a} {sign} {b}": join(KINDS[a], KINDS[b])
-    for (a, b), (sign, join) in zip(combinations(PAIRED, 2), cycle([("&", _and), ("|", _or)]), strict=False)
+    f"{a} {sign} {b}": join(MASKS[a], KINDS[b])
+    for a in MASKS
+    if a not in LONE
+    for b in PAIRED
+    for sign, join in (("&", _and), ("|", _or))
 }
 
 # -- biases: axes that are not 1, whether some are -inf, and whether they lie far from zero, in float32 --------
@@ -271,8 +272,9 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    @cached_property
-    def _built(self) -> Built:
+    @property
+    def built(self) -> Built:
+        """The mask, and the oracle's rule."""
         return (MASKS | PAIRS)[self.mask](self.sizes)
 
     def full(self, tensor: T) -> T:
@@ -304,7 +306,7 @@ class Case:
 
         query, key = laid_out(s.Hq, s.L, s.E), laid_out(s.Hkv, s.S, s.E)
         value = laid_out(s.Hkv, s.S, s.Ev)
-        return Inputs(query, key, value, self._built[0], self._bias(normal), SCALES[self.scale])
+        return Inputs(query, key, value, self.built[0], self._bias(normal), SCALES[self.scale])
 
     @property
     def bias_shape(self) -> tuple[int, ...]:
@@ -330,15 +332,10 @@ class Case:
         bias = bias + kind.shift
         return (bias[0, 0] if kind.axes == "qk" else self.plain(bias)).to(dtype)
 
-    @cached_property
+    @property
     def truth(self) -> oracle.Truth:
         """The double loop on the inputs as they are after rounding to the dtype."""
-        given = self.inputs()
-        query, key, value = (self.full(t).double().numpy() for t in (given.query, given.key, given.value))
-        bias = None
-        if given.attn_bias is not None:
-            bias = self.full_bias(given.attn_bias).double().numpy()
-        return oracle.attend(query, key, value, self._built[1], bias, given.scale)
+        return _truth(self)
 
     def output_gradient(self) -> Tensor:
         """A gradient of the output, random and always the same, as the caller has it."""
@@ -347,65 +344,13 @@ class Case:
         full = torch.randn(s.B, s.Hq, s.L, s.Ev, generator=generator, dtype=torch.float64)
         return self.plain(full).to(self.torch_dtype)
 
-    @cached_property
-    def gradients(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """The truth's gradients for `output_gradient`, and the sizes of their terms."""
-        return self.truth.gradients(self.full(self.output_gradient()).double().numpy())
 
-
-# -- the table -------------------------------------------------------------------------------------------------
-
-SEED = 1  # one for which the draws cover every pair of levels
-FACTORS = {
-    "mask": tuple(MASKS),
-    "shape": tuple(SHAPES),
-    "dtype": tuple(DTYPES),
-    "bias": tuple(BIASES),
-    "scale": tuple(SCALES),
-    "layout": LAYOUTS,
-}
-
-
-def level_pairs(case: Case) -> set[tuple[str, ...]]:
-    """The pairs of levels, of any two factors, that a case covers."""
-    return {(f, getattr(case, f), g, getattr(case, g)) for f, g in combinations(FACTORS, 2)}
-
-
-def _every_mask_with_every_shape() -> list[Case]:
-    rng = random.Random(SEED)
-
-    def spread(levels: tuple[str, ...]) -> list[str]:
-        """One level for each shape, in any order: all of them, and some again."""
-        chosen = [*levels, *rng.choices(levels, k=len(SHAPES) - len(levels))]
-        return rng.sample(chosen, len(chosen))
-
-    return [
-        Case(mask, *levels)
-        for mask in MASKS
-        for levels in zip(SHAPES, *(spread(FACTORS[name]) for name in list(FACTORS)[2:]), strict=True)
-    ]
-
-
-def _pairs_of_masks() -> list[Case]:
-    rng = random.Random(1)
-    return [Case(pair, *(rng.choice(levels) for name, levels in FACTORS.items() if name != "mask")) for pair in PAIRS]
-
-
-def _plain() -> list[Case]:
-    """The cases people have: nothing special, in every dtype, where every backend has its fast path."""
-    return [
-        Case(mask, shape, dtype)
-        for mask in ("none", "causal", "keys", "window-past")
-        for shape in ("self", "gqa", "mqa", "mha")
-        for dtype in DTYPES
-    ]
-
-
-SINGLE = _every_mask_with_every_shape()
-CASES = list(dict.fromkeys([*SINGLE, *_pairs_of_masks(), *_plain()]))
-EMPTY = [
-    Case(mask, shape, dtype, bias)
-    for mask in ("none", "causal", "window", "keys", "queries", "segments", "allowed-kqb", "prefix")
-    for shape in EMPTY_SHAPES
-    for dtype, bias in (("f64", "no-bias"), ("f32", "bias-hides-hk"))
-]
+@lru_cache(maxsize=512)  # thousands of them would fill the memory
+def _truth(case: Case) -> oracle.Truth:
+    given = case.inputs()
+    query, key, value = (case.full(t).double().numpy() for t in (given.query, given.key, given.value))
+    bias = None
+    if given.attn_bias is not None:
+        bias = case.full_bias(given.attn_bias).double().numpy()
+    _, sees = case.built
+    return oracle.attend(query, key, value, sees, bias, given.scale)

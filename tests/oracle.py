@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -100,6 +100,7 @@ class Truth:
     max_weight: Array
     distance: Array
     received: Array  # (B, Hq, S)
+    drops: Array | float = 1.0  # the factor of each weight: 0 where dropped, 1 / (1 - p) where kept
 
     def _group(self, h: int) -> int:
         return h // (self.query.shape[1] // self.key.shape[1])
@@ -111,6 +112,17 @@ class Truth:
     @cached_property
     def alive(self) -> Array:
         return self.visible.any(axis=-1)
+
+    @property
+    def dropped_weights(self) -> Array:
+        return self.weights * self.drops
+
+    def dropped(self, kept: Array, p: float) -> Truth:
+        """The same call with dropout of which it is known what is kept, bool (B, Hq, L, S)."""
+        drops, output = np.where(kept, 1 / (1 - p), 0.0), np.zeros_like(self.output)
+        for b, h, q, k in np.ndindex(*self.scores.shape):
+            output[b, h, q] += self.weights[b, h, q, k] * drops[b, h, q, k] * self.value[b, self._group(h), k]
+        return replace(self, output=output, drops=drops)
 
     def top_k(self, k: int) -> tuple[Array, Array]:
         B, H, L, S = self.scores.shape
@@ -161,20 +173,22 @@ class Truth:
         given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.scores}
         found = {name: np.zeros_like(array) for name, array in given.items()}
         terms = {name: np.zeros_like(array) for name, array in given.items()}
+        drops = np.broadcast_to(self.drops, self.scores.shape)
         for b, h, q in np.ndindex(B, H, L):
             g, weights, by_output = self._group(h), self.weights[b, h, q], output[b, h, q]
-            by_weight = [float(by_output @ self.value[b, g, k]) for k in range(S)]
-            sizes = [float(np.abs(by_output) @ np.abs(self.value[b, g, k])) for k in range(S)]
+            drop = drops[b, h, q]
+            by_weight = [float(by_output @ self.value[b, g, k]) * drop[k] for k in range(S)]
+            sizes = [float(np.abs(by_output) @ np.abs(self.value[b, g, k])) * drop[k] for k in range(S)]
             mean = sum(weights[k] * by_weight[k] for k in range(S))
             mean_size = sum(weights[k] * sizes[k] for k in range(S))
             for k in range(S):
                 score = weights[k] * (by_weight[k] - mean)
-                found["value"][b, g, k] += weights[k] * by_output
+                found["value"][b, g, k] += weights[k] * drop[k] * by_output
                 found["query"][b, h, q] += score * self.scale * self.key[b, g, k]
                 found["key"][b, g, k] += score * self.scale * self.query[b, h, q]
                 found["bias"][b, h, q, k] += score
                 size = weights[k] * (sizes[k] + mean_size)
-                terms["value"][b, g, k] += weights[k] * np.abs(by_output)
+                terms["value"][b, g, k] += weights[k] * drop[k] * np.abs(by_output)
                 terms["query"][b, h, q] += size * np.abs(self.scale * self.key[b, g, k])
                 terms["key"][b, g, k] += size * np.abs(self.scale * self.query[b, h, q])
                 terms["bias"][b, h, q, k] += size

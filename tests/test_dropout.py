@@ -9,8 +9,9 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
-from cases import CASES, Case
+from cases import Case
 from conformance import TILINGS, check_dropout_share, expected_reasons, tiling
+from product import CASES
 
 DROPPING = ("reference", "blockwise")
 

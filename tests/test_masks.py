@@ -313,3 +313,9 @@ def test_draw_pools_a_large_mask() -> None:
 def test_draw_out_of_range() -> None:
     with pytest.raises(IndexError, match="batch 2 is out of range: there are 2"):
         KeyPadding([3, 2]).draw(5, 7, batch=2)
+
+
+def test_segments_of_an_empty_batch() -> None:
+    one, none = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(0, 5, dtype=torch.int64)
+    assert Segments(one, none).dense(3, 5).shape == (0, 1, 3, 5)
+    assert Segments(none, one).dense(5, 3).shape == (0, 1, 5, 3)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from cases import CASES, Case
+from cases import Case
 from clearhead import functional
 from clearhead.backends import BACKENDS
 from clearhead.backends.reference import Reference
@@ -21,12 +21,13 @@ from clearhead.masks import And, Mask, Not, Or
 from conformance import (
     check_dropout_share,
     check_gradients,
-    check_hidden_poison,
     check_output,
+    check_run,
     check_seen,
     check_table,
-    check_visible_poison,
 )
+from poison import check_hidden_poison, check_visible_poison
+from product import CASES, Run
 
 DOUBLE = [case for case in CASES if case.dtype == "f64" and not case.bias.startswith("bias-hides")]
 PLAIN = [case for case in DOUBLE if case.scale == "default" and case.bias == "no-bias"]
@@ -282,6 +283,21 @@ def test_wrong_dropout_is_caught(wrong: type[Wrong], install: Callable[[type[Wro
     with pytest.raises(AssertionError, match=r"dropout 0\.3"):
         check_dropout_share(name, 0.3)
     check_dropout_share(install(Wrong), 0.3)
+    run = Run(PLAIN[0], name, mode="drops", grad="grad")
+    install(wrong)
+    with pytest.raises(AssertionError, match="output is off"):
+        check_run(run)
+    install(Wrong)
+    check_run(run)
+
+
+def test_a_module_that_drops_in_eval_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(PLAIN[0], "blockwise", form="module")
+    check_run(run)
+    monkeypatch.setattr(ch.MultiHeadAttention, "eval", lambda self: self)
+    monkeypatch.setattr(ch.MultiHeadAttention, "train", lambda self, mode=True: self)
+    with pytest.raises(AssertionError, match="output is off"):
+        check_run(run)
 
 
 @pytest.mark.parametrize("check", [check_hidden_poison, check_visible_poison])
@@ -326,7 +342,7 @@ def test_wrong_statistics_are_caught(name: str, monkeypatch: pytest.MonkeyPatch)
 
     def wrong(*args: Any) -> dict[str, Any]:
         found = look(*args)
-        return found | {name: WRONG_SIGHTS[name](found[name])}
+        return found | {name: WRONG_SIGHTS[name](found[name])} if name in found else found
 
     monkeypatch.setattr(functional, "look", wrong)
     with pytest.raises(AssertionError, match=name):

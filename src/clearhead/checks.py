@@ -224,9 +224,11 @@ def _four_axes(tensor: Tensor, axes: int) -> Tensor:
 
 def without_added_axes(tensor: Tensor, axes: int) -> Tensor:
     """Undo what `check` added, on anything that starts with the axes (B, H)."""
-    if axes == 4:
-        return tensor
-    return tensor.squeeze(1) if axes == 3 else tensor.squeeze(1).squeeze(0)
+    # Reshaped, not squeezed: compiled, torch 2.13 squeezes an alias twice, and takes an axis of L = 1 for its own.
+    for axis in {4: (), 3: (1,), 2: (1, 0)}[axes]:
+        if tensor.shape[axis] == 1:
+            tensor = tensor.reshape(tensor.shape[:axis] + tensor.shape[axis + 1 :])
+    return tensor
 
 
 def check_inputs(query: Tensor, key: Tensor | None, value: Tensor | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from clearhead.checks import Request
@@ -18,9 +19,12 @@ class Backend(ABC):
 
     Attributes:
         name: what ``backend=`` calls it.
+        tolerance: for each dtype, how far the output, a gradient or a statistic may lie from the float64
+            reference, relative to its scale. Scores of size s may add two of their own roundings, ``2 s eps``.
     """
 
     name: ClassVar[str]
+    tolerance: ClassVar[dict[torch.dtype, float]]
 
     @abstractmethod
     def reasons(self, request: Request) -> list[str]:

@@ -73,8 +73,9 @@ def set_aside(request: Request) -> tuple[Request, SetAside | None]:
     bias = request.attn_bias
     if bias is not None:
         bias = torch.where(torch.isfinite(bias) | (bias == -torch.inf), bias, 0.0)
+    # masked_fill would lay them out anew, and products of another memory layout may round otherwise.
     finite = [
-        tensor.masked_fill(bad[..., None], 0.0)
+        tensor.clone().masked_fill_(bad[..., None], 0.0)
         for tensor, bad in ((query, aside.query), (key, aside.key), (value, aside.value))
     ]
     return request.on(finite, bias), aside

@@ -229,7 +229,8 @@ class Segments(Mask):
     def axes(self) -> dict[str, int]:
         """The axes that this mask fixes, and their sizes."""
         queries, keys = self.query_ids.shape, self._keys().shape
-        return {"b": max(queries[0], keys[0]), "q": queries[1], "k": keys[1]}
+        # One of them may be for all items; a batch may be empty.
+        return {"b": queries[0] if keys[0] == 1 else keys[0], "q": queries[1], "k": keys[1]}
 
     def _check_values(self, L: int, S: int) -> None:
         if (self.query_ids.shape[1], self._keys().shape[1]) != (L, S):

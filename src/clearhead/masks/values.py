@@ -43,7 +43,7 @@ def spans_of_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[list[int], list[in
     S = key_ids.shape[1]
     first = torch.full((query_ids.shape[1],), S)
     behind = torch.zeros_like(first)
-    rows = max(query_ids.shape[0], key_ids.shape[0])
+    rows = query_ids.shape[0] if key_ids.shape[0] == 1 else key_ids.shape[0]  # a batch may be empty
     for queries, keys in zip(query_ids.cpu().expand(rows, -1), key_ids.cpu().expand(rows, -1), strict=True):
         # Sorted stably, the keys of one id stand together, from the first position to the last.
         ids, order = keys.sort(stable=True)
