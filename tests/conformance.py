@@ -205,7 +205,9 @@ def measure(run: Run) -> list[Measured]:
     assert out.dtype == case.torch_dtype, f"{run}: dtype {out.dtype}"
     assert out.requires_grad == (run.grad == "grad"), f"{run}: the output's requires_grad is {out.requires_grad}"
     allowed = expected_tolerance(case, run.backend, case.torch_dtype)
-    measured = [Measured("output", "output", error_of(out, case.plain(truth.output), f"{run} output"), allowed)]
+    # An output, too, may cancel to nothing: like a gradient it is measured by the size of its terms.
+    error = error_of(out, case.plain(truth.output), f"{run} output", truth.output_size)
+    measured = [Measured("output", "output", error, allowed)]
     dead = torch.from_numpy(case.plain(~truth.alive))
     assert not out[dead].any(), f"{run}: a dead row is not exactly zero"
 
@@ -311,7 +313,7 @@ def _measure_seen(run: Run, truth: oracle.Truth, seen: dict[str, Any]) -> list[M
         given = case.inputs()
         for name in ("query", "key", "value"):
             assert torch.equal(seen[name], getattr(given, name)), f"{run}: {name} seen is another"
-        error = error_of(seen["context"], case.plain(truth.output), f"{run} context")
+        error = error_of(seen["context"], case.plain(truth.output), f"{run} context", truth.output_size)
         assert error <= expected_tolerance(case, run.backend, case.torch_dtype), f"{run}: context {error:.2e}"
         assert not seen["context"].requires_grad, f"{run}: the context seen is not detached"
     else:

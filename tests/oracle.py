@@ -117,6 +117,13 @@ class Truth:
     def dropped_weights(self) -> Array:
         return self.weights * self.drops
 
+    @property
+    def output_size(self) -> float:
+        """The largest sum of absolute terms of an output: what its rounding errors are made of."""
+        group = self.query.shape[1] // self.key.shape[1]
+        sums = self.dropped_weights @ np.abs(self.value).repeat(group, axis=1)
+        return float(sums.max(initial=0.0))
+
     def dropped(self, kept: Array, p: float) -> Truth:
         """The same call with dropout of which it is known what is kept, bool (B, Hq, L, S)."""
         drops, output = np.where(kept, 1 / (1 - p), 0.0), np.zeros_like(self.output)

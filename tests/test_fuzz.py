@@ -97,32 +97,41 @@ def _laid_out(tensor: Tensor, plan: tuple[int, ...]) -> Tensor:
     return view[(0,) * (4 - tensor.ndim)]
 
 
+seldom = st.sampled_from([False] * 6 + [True])
+
+
 def some_sizes(draw: st.DrawFn, layout: str) -> Sizes:
     B, Hkv, group = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     if layout in ("ble", "le"):
         Hkv = group = 1
     L, S, E = draw(st.integers(1, 7)), draw(st.integers(1, 7)), draw(st.integers(1, 5))
-    Ev = draw(st.sampled_from([E, 1, 3]))
+    Ev = draw(st.sampled_from([E, E, E, 1, 3]))
     return Sizes(1 if layout == "le" else B, Hkv * group, Hkv, L, S, E, Ev)
 
 
 def some_mask(draw: st.DrawFn, s: Sizes) -> Built:
     """An expression of & | ~ over all kinds of masks, and its rule; or none."""
-    if not draw(st.integers(0, 7)):
+    if draw(seldom):
         return None, oracle.everything()
     leaf = st.one_of(
         st.sampled_from(sorted(KINDS)).map(lambda name: KINDS[name](s)), windows(s), paddings(s), tables(s)
     )
 
-    def joins(inner: st.SearchStrategy[Built]) -> st.SearchStrategy[Built]:
-        two = st.tuples(inner, inner)
-        return st.one_of(
-            inner.map(lambda one: (~one[0], oracle.negated(one[1]))),
-            two.map(lambda both: (both[0][0] & both[1][0], oracle.both(both[0][1], both[1][1]))),
-            two.map(lambda both: (both[0][0] | both[1][0], oracle.either(both[0][1], both[1][1]))),
+    parts = [_perhaps_negated(draw, draw(leaf)) for _ in range(draw(st.integers(1, 4)))]
+    while len(parts) > 1:
+        at = draw(st.integers(0, len(parts) - 2))
+        (one, rule), (two, other) = parts[at : at + 2]
+        joined = (
+            (one & two, oracle.both(rule, other)) if draw(st.booleans()) else (one | two, oracle.either(rule, other))
         )
+        parts[at : at + 2] = [_perhaps_negated(draw, joined)]
+    return parts[0]
 
-    return draw(st.recursive(leaf, joins, max_leaves=5))
+
+def _perhaps_negated(draw: st.DrawFn, built: Built) -> Built:
+    if draw(seldom):
+        return ~built[0], oracle.negated(built[1])
+    return built
 
 
 def windows(s: Sizes) -> st.SearchStrategy[Built]:
@@ -175,7 +184,7 @@ def cases(draw: st.DrawFn) -> Drawn:
         "drawn",
         draw(st.sampled_from(sorted(DTYPES))),
         draw(st.sampled_from(list(BIASES))),
-        draw(st.sampled_from(list(SCALES))),
+        draw(st.sampled_from(["default", "default", *SCALES])),
         layout,
         drawn=s,
         joined=some_mask(draw, s),
@@ -186,7 +195,7 @@ def cases(draw: st.DrawFn) -> Drawn:
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     case = draw(cases())
-    mode = draw(st.sampled_from(["eval", "train", "drops"]))
+    mode = draw(st.sampled_from(["eval", "train", "eval", "train", "drops"]))
     dropout_p = DROPOUT_P if mode == "drops" else 0.0
     able = [name for name in BACKENDS if not expected_reasons(case, name, dropout_p=dropout_p)]
     return Run(

@@ -20,7 +20,8 @@ class Backend(ABC):
     Attributes:
         name: what ``backend=`` calls it.
         tolerance: for each dtype, how far the output, a gradient or a statistic may lie from the float64
-            reference, relative to its scale. Scores of size s may add two of their own roundings, ``2 s eps``.
+            reference, relative to the size of the terms it sums. Scores of size s may add two of their own
+            roundings, ``2 s eps``.
     """
 
     name: ClassVar[str]
