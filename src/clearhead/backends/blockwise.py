@@ -7,7 +7,7 @@ tile is recomputed in the backward pass (Chen et al. 2016, arXiv 1604.06174) ins
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,12 +27,6 @@ class Blockwise(Backend):
     """Plain torch, a tile at a time; does everything."""
 
     name = "blockwise"
-    tolerance: ClassVar[dict[torch.dtype, float]] = {
-        torch.float64: 1e-12,
-        torch.float32: 2e-6,
-        torch.float16: 2e-3,
-        torch.bfloat16: 2e-2,
-    }
 
     def reasons(self, request: Request) -> list[str]:
         """None."""

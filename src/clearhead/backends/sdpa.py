@@ -7,8 +7,6 @@ and nothing of size L x S exists.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,12 +23,6 @@ class Sdpa(Backend):
     """Torch's fused kernels."""
 
     name = "sdpa"
-    tolerance: ClassVar[dict[torch.dtype, float]] = {
-        torch.float64: 1e-12,
-        torch.float32: 2e-6,
-        torch.float16: 2e-3,
-        torch.bfloat16: 2e-2,
-    }
 
     def reasons(self, request: Request) -> list[str]:
         """What torch's kernels get wrong, or would materialise an L x S matrix for."""
