@@ -3,7 +3,8 @@
 A mask is defined by one rule on positions (`Mask._rule`). Everything else follows from it: a tile of it
 (`_tile`), the whole of it (`dense`), a picture, an explanation, a FlexAttention ``mask_mod``. Beside the rule
 a mask knows its `_reach`: the keys that a range of queries could see at all, from numbers kept on the host, so
-that hidden work is skipped without looking at a tensor.
+that hidden work is skipped without looking at a tensor. And it can split itself (`_split`) into one run of keys
+per query, which kernels skip by, and a rest.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from clearhead.errors import MaskError
+from clearhead.masks.intervals import EVERYTHING, Intervals
 from clearhead.masks.tiles import ALL, Tile, cells, one_index, positions
 
 AXIS_NAMES = {"b": "batch items", "h": "heads", "q": "queries", "k": "keys"}
@@ -57,6 +59,18 @@ class Mask:
     def _reach(self, queries: range, L: int, S: int) -> range:
         """Keys that any of these queries may see, or more: from host-side numbers only."""
         return range(S)
+
+    def _split(self, L: int, S: int) -> tuple[Intervals, Mask | None]:
+        """One run of keys per query and a rest: the mask is ``intervals & rest``; None = no rest.
+
+        Cheap, as every call asks. What it takes depends on what was known when the mask was built: in a compiled
+        program nothing is, and the run may have to go to the rest.
+        """
+        return EVERYTHING, self
+
+    def _is_at_hand(self) -> bool:
+        """Whether its tensor (`_tile`) takes no more memory than the tensors that the mask already holds, or O(S)."""
+        return self._same_for_every_query()
 
     def _why(self, b: int, h: int, q: int, k: int, L: int, S: int) -> str:
         """The reason for the verdict on one pair, in words with numbers."""
@@ -118,7 +132,9 @@ class Mask:
             KeyPadding(lengths=[3, 2])
         """
         attributes = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        moved = [(name, value.to(device) if isinstance(value, Tensor) else value) for name, value in attributes]
+        moved = [
+            (name, value.to(device) if isinstance(value, Tensor | Intervals) else value) for name, value in attributes
+        ]
         return cast("Self", bare(type(self), moved))
 
     def dense(self, L: int, S: int) -> Tensor:

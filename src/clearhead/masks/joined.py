@@ -13,6 +13,7 @@ from torch import Tensor
 
 from clearhead.errors import MaskError
 from clearhead.masks.base import AXIS_NAMES, Mask, bare, frozen
+from clearhead.masks.intervals import EVERYTHING, Intervals, complement, meet, union
 from clearhead.masks.tiles import Tile
 
 
@@ -32,6 +33,11 @@ class _Composite(Mask):
     def _leaves(self) -> Iterator[Mask]:
         for part in self.parts:
             yield from part._leaves()
+
+    def _is_at_hand(self) -> bool:
+        # Of other axes the parts would broadcast: a (B, S) and an (L, S) tensor to (B, L, S).
+        whole = self.axes
+        return self._same_for_every_query() or all(part._is_at_hand() and part.axes == whole for part in self.parts)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -123,6 +129,14 @@ class And(_Joined):
         start = max(r.start for r in reaches)
         return range(start, max(start, min(r.stop for r in reaches)))
 
+    def _split(self, L: int, S: int) -> tuple[Intervals, Mask | None]:
+        splits = [part._split(L, S) for part in self.parts]
+        run = reduce(meet, (run for run, _ in splits))
+        rests = [rest for _, rest in splits if rest is not None]
+        if len(rests) < 2:
+            return run, (rests[0] if rests else None)
+        return run, cast("And", bare(And, [("parts", tuple(rests))]))  # they were checked with this mask
+
 
 @frozen
 class Or(_Joined):
@@ -139,6 +153,16 @@ class Or(_Joined):
             return range(0)
         return range(min(r.start for r in reaches), max(r.stop for r in reaches))
 
+    def _split(self, L: int, S: int) -> tuple[Intervals, Mask | None]:
+        runs = []
+        for part in self.parts:
+            run, rest = part._split(L, S)
+            if rest is not None:
+                return EVERYTHING, self
+            runs.append(run)
+        joined = union(runs, L)
+        return (EVERYTHING, self) if joined is None else (joined, None)
+
 
 @frozen
 class Not(_Composite):
@@ -149,6 +173,11 @@ class Not(_Composite):
 
     def _tile(self, tile: Tile) -> Tensor:
         return ~self.parts[0]._tile(tile)
+
+    def _split(self, L: int, S: int) -> tuple[Intervals, Mask | None]:
+        run, rest = self.parts[0]._split(L, S)
+        outside = complement(run, L) if rest is None else None
+        return (EVERYTHING, self) if outside is None else (outside, None)
 
     def __invert__(self) -> Mask:
         return self.parts[0]

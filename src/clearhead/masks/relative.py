@@ -10,9 +10,9 @@ from torch import Tensor
 
 from clearhead.errors import MaskError
 from clearhead.masks.base import Mask
+from clearhead.masks.intervals import FAR, Intervals
 from clearhead.masks.values import check_choice
 
-_FAR = 2**62  # further than any key, and still an int64
 Align = Literal["end", "start"]
 
 
@@ -46,6 +46,9 @@ class Causal(Mask):
 
     def _reach(self, queries: range, L: int, S: int) -> range:
         return _clip(0, queries.stop + _shift(self.align, L, S), S)
+
+    def _split(self, L: int, S: int) -> tuple[Intervals, None]:
+        return Intervals(None, _shift(self.align, L, S), None, None), None
 
     def _why(self, b: int, h: int, q: int, k: int, L: int, S: int) -> str:
         return _relative(q + _shift(self.align, L, S), k)
@@ -88,9 +91,9 @@ class Window(Mask):
         before = q + _shift(self.align, L, S) - k  # how far the key lies before the query
         visible = torch.ones_like(before, dtype=torch.bool)
         if self.left is not None:
-            visible = visible & (before <= min(self.left, _FAR))
+            visible = visible & (before <= min(self.left, FAR))
         if self.right is not None:
-            visible = visible & (-before <= min(self.right, _FAR))
+            visible = visible & (-before <= min(self.right, FAR))
         return visible
 
     def _reach(self, queries: range, L: int, S: int) -> range:
@@ -98,6 +101,12 @@ class Window(Mask):
         start = 0 if self.left is None else queries.start + shift - self.left
         stop = S if self.right is None else queries.stop + shift + self.right
         return _clip(start, stop, S)
+
+    def _split(self, L: int, S: int) -> tuple[Intervals, None]:
+        shift = _shift(self.align, L, S)
+        left = None if self.left is None else shift - min(self.left, FAR)
+        right = None if self.right is None else shift + min(self.right, FAR)
+        return Intervals(left, right, None, None), None
 
     def _why(self, b: int, h: int, q: int, k: int, L: int, S: int) -> str:
         left = "no limit" if self.left is None else self.left

@@ -74,6 +74,9 @@ class Allowed(Mask):
     def _same_for_all_queries(self) -> bool:  # type: ignore[override]
         return self.axes.get("q", 1) == 1
 
+    def _is_at_hand(self) -> bool:
+        return True
+
     def _read(self, visible: Tensor) -> Tensor:
         return visible
 

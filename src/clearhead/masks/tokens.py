@@ -11,6 +11,7 @@ from torch import Tensor
 
 from clearhead.errors import MaskError
 from clearhead.masks.base import AXIS_NAMES, Mask, broadcast, frozen
+from clearhead.masks.intervals import EVERYTHING, Intervals
 from clearhead.masks.values import (
     Lengths,
     Rows,
@@ -18,8 +19,8 @@ from clearhead.masks.values import (
     check_choice,
     extremes,
     id_rows,
-    span,
-    spans_of_ids,
+    runs_of_ids,
+    runs_of_ones,
     zero_one_rows,
 )
 
@@ -36,6 +37,8 @@ class _Padding(Mask):
     # Real tokens of all items lie in positions [first, last), known once on the host; None = unknown.
     _first: int | None = field(default=None, init=False, repr=False)
     _last: int | None = field(default=None, init=False, repr=False)
+    # Of `real`: each item's tokens as one run; None = not one, or unknown.
+    _run: Intervals | None = field(default=None, init=False, repr=False)
 
     _tensors: ClassVar[tuple[str, ...]] = ("lengths", "real")
     _axis: ClassVar[str]
@@ -47,6 +50,7 @@ class _Padding(Mask):
         if (lengths is None) == (real is None):
             raise MaskError(f"{name} takes either lengths=(B,) or real=(B, tokens): exactly one of them.")
         first: int | None = 0
+        run: Intervals | None = None
         if lengths is not None:
             lengths = as_lengths(name, lengths)
             known = extremes(lengths)
@@ -55,8 +59,8 @@ class _Padding(Mask):
             real = zero_one_rows(name, "real", real)
             if side != "right":
                 raise MaskError(f"{name}: side goes with lengths=; real= already says where the padding is.")
-            first, last = span(real)
-        values = {"lengths": lengths, "real": real, "side": side, "_first": first, "_last": last}
+            first, last, run = runs_of_ones(real)
+        values = {"lengths": lengths, "real": real, "side": side, "_first": first, "_last": last, "_run": run}
         for key, value in values.items():
             object.__setattr__(self, key, value)
 
@@ -99,7 +103,9 @@ class _Padding(Mask):
         if self.real is not None:
             return self.real[broadcast(b, self.real), position]
         assert self.lengths is not None
-        lengths = self.lengths[broadcast(b, self.lengths)]
+        return self._within(self.lengths[broadcast(b, self.lengths)], position, size)
+
+    def _within(self, lengths: Tensor, position: Tensor, size: int) -> Tensor:
         return position < lengths if self.side == "right" else position >= size - lengths
 
     def _span(self, size: int) -> range:
@@ -147,6 +153,14 @@ class KeyPadding(_Padding):
     def _reach(self, queries: range, L: int, S: int) -> range:
         return self._span(S)
 
+    def _split(self, L: int, S: int) -> tuple[Intervals, Mask | None]:
+        if self.lengths is not None:
+            lengths = self.lengths.unsqueeze(1)
+            return Intervals(None, None, *((None, lengths) if self.side == "right" else (S - lengths, None))), None
+        if torch.compiler.is_compiling() or self._run is None:
+            return EVERYTHING, self
+        return self._run, None
+
     def _why(self, b: int, h: int, q: int, k: int, L: int, S: int) -> str:
         return self._why_token(b, k, S)
 
@@ -179,6 +193,13 @@ class QueryPadding(_Padding):
         overlap = range(max(span.start, queries.start), min(span.stop, queries.stop))
         return range(S) if overlap else range(0)
 
+    def _split(self, L: int, S: int) -> tuple[Intervals, None]:
+        real = self.real
+        if real is None:
+            assert self.lengths is not None  # one of the two is set by construction
+            real = self._within(self.lengths.unsqueeze(1), torch.arange(L, device=self.lengths.device), L)
+        return Intervals(None, None, None, real * S), None  # a padded query's run ends before key 0
+
     def _why(self, b: int, h: int, q: int, k: int, L: int, S: int) -> str:
         return self._why_token(b, q, L)
 
@@ -206,6 +227,8 @@ class Segments(Mask):
     key_ids: Tensor | None = None
     # For each query the keys [first, behind) among which its segment lies, in any item; None = unknown.
     _spans: tuple[list[int], list[int]] | None = field(default=None, init=False, repr=False)
+    # For each query of each item the keys of its segment as one run; None = not one, or unknown.
+    _run: Intervals | None = field(default=None, init=False, repr=False)
 
     _tensors: ClassVar[tuple[str, ...]] = ("query_ids", "key_ids")
 
@@ -220,7 +243,9 @@ class Segments(Mask):
                 )
         object.__setattr__(self, "query_ids", query_ids)
         object.__setattr__(self, "key_ids", key_ids)
-        object.__setattr__(self, "_spans", spans_of_ids(query_ids, query_ids if key_ids is None else key_ids))
+        spans, run = runs_of_ids(query_ids, query_ids if key_ids is None else key_ids)
+        object.__setattr__(self, "_spans", spans)
+        object.__setattr__(self, "_run", run)
 
     def _keys(self) -> Tensor:
         return self.query_ids if self.key_ids is None else self.key_ids
@@ -248,6 +273,9 @@ class Segments(Mask):
             return range(S)
         first, behind = (bounds[queries.start : queries.stop] for bounds in self._spans)
         return range(min(first), max(min(first), max(behind)))
+
+    def _split(self, L: int, S: int) -> tuple[Intervals, Mask | None]:
+        return (EVERYTHING, self) if torch.compiler.is_compiling() or self._run is None else (self._run, None)
 
     def _why(self, b: int, h: int, q: int, k: int, L: int, S: int) -> str:
         query, key = self.query_ids, self._keys()
@@ -302,6 +330,9 @@ class Prefix(Mask):
 
     def _reach(self, queries: range, L: int, S: int) -> range:
         return range(S if torch.compiler.is_compiling() or self._last is None else self._last)
+
+    def _split(self, L: int, S: int) -> tuple[Intervals, None]:
+        return Intervals(None, None, None, self.lengths.unsqueeze(1)), None
 
     def _why(self, b: int, h: int, q: int, k: int, L: int, S: int) -> str:
         return f"the first {int(self.lengths[b if len(self.lengths) > 1 else 0])} keys are open to all queries"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from clearhead.errors import MaskError
+from clearhead.masks.intervals import EVERYTHING, Intervals
 
 Lengths = Tensor | Sequence[int] | int
 Rows = Tensor | Sequence[Sequence[int]]
@@ -25,33 +27,63 @@ def extremes(tensor: Tensor) -> tuple[int, int] | None:
     return int(low), int(high)
 
 
-def span(real: Tensor) -> tuple[int | None, int | None]:
-    """From the first to behind the last position (of the second axis) that any row has; None, None if unknown."""
-    if torch.compiler.is_compiling():
-        return None, None
-    used = real.any(dim=0).nonzero()
-    return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+def runs_of_ones(real: Tensor) -> tuple[int | None, int | None, Intervals | None]:
+    """From the first to behind the last position that any row has, and each row's positions as one run.
 
-
-def spans_of_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[list[int], list[int]] | None:
-    """For each query the first key with its id and the one behind the last, over all rows; None if unknown.
-
-    A query whose id no key carries has the empty span (S, 0).
+    None, None, None inside a compiled program; no run where some row's positions are not together.
     """
     if torch.compiler.is_compiling():
-        return None
-    S = key_ids.shape[1]
-    first = torch.full((query_ids.shape[1],), S)
-    behind = torch.zeros_like(first)
+        return None, None, None
+    if real.numel() == 0:
+        return 0, 0, EVERYTHING
+    flags, size = real.cpu().numpy(), real.shape[1]
+    used = flags.any(axis=1)
+    first, behind = flags.argmax(axis=1), size - flags[:, ::-1].argmax(axis=1)  # of an unused row 0 and size
+    if not used.any():
+        return 0, 0, Intervals(None, None, None, torch.zeros(len(real), 1, dtype=torch.int64, device=real.device))
+    extent = int(first[used].min()), int(behind[used].max())
+    starts = np.count_nonzero(flags[:, 0]) + np.count_nonzero(flags[:, 1:] > flags[:, :-1])
+    if starts != np.count_nonzero(used):
+        return *extent, None
+
+    # No limit where there is none: padding on one side is one tensor, and an unused row's run is empty from there.
+    to_the_end = bool((behind == size).all())
+    if to_the_end:
+        first[~used] = size
+    else:
+        behind[~used] = 0
+    return *extent, Intervals(
+        None,
+        None,
+        torch.from_numpy(first[:, None]).to(real.device) if first.any() else None,
+        None if to_the_end else torch.from_numpy(behind[:, None]).to(real.device),
+    )
+
+
+def runs_of_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[tuple[list[int], list[int]] | None, Intervals | None]:
+    """For each query the first key with its id and the one behind the last: over all rows, and in each as a run.
+
+    A query whose id no key carries has the empty span (S, 0). None, None inside a compiled program; no run where
+    the keys of some query are not together.
+    """
+    if torch.compiler.is_compiling():
+        return None, None
+    L, S = query_ids.shape[1], key_ids.shape[1]
     rows = query_ids.shape[0] if key_ids.shape[0] == 1 else key_ids.shape[0]  # a batch may be empty
-    for queries, keys in zip(query_ids.cpu().expand(rows, -1), key_ids.cpu().expand(rows, -1), strict=True):
-        # Sorted stably, the keys of one id stand together, from the first position to the last.
-        ids, order = keys.sort(stable=True)
-        left, right = torch.searchsorted(ids, queries), torch.searchsorted(ids, queries, right=True)
-        there = right > left
-        first[there] = torch.minimum(first[there], order[left[there]])
-        behind[there] = torch.maximum(behind[there], order[right[there] - 1] + 1)
-    return first.tolist(), behind.tolist()
+    if 0 in (rows, S):
+        return ([S] * L, [0] * L), EVERYTHING
+    # Sorted stably, the keys of one id stand together, from the first position to the last.
+    ids, order = key_ids.cpu().sort(dim=1, stable=True)
+    queries = query_ids.cpu().expand(rows, -1).contiguous()
+    ids = ids.expand(rows, -1).contiguous()
+    left, right = torch.searchsorted(ids, queries), torch.searchsorted(ids, queries, right=True)
+    order = order.expand(rows, -1)
+    missing = left == right
+    first = order.gather(1, left.clamp(max=S - 1)).masked_fill_(missing, S)
+    behind = (order.gather(1, (right - 1).clamp(min=0)) + 1).masked_fill_(missing, 0)
+    together = bool(((behind - first == right - left) | missing).all())
+    run = Intervals(None, None, first.to(query_ids.device), behind.to(query_ids.device)) if together else None
+    return (first.amin(dim=0).tolist(), behind.amax(dim=0).tolist()), run
 
 
 def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
