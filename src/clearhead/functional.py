@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends import choose
-from clearhead.backends.nonfinite import SetAside, set_aside
+from clearhead.backends.nonfinite import set_aside
 from clearhead.checks import Request, check, check_observe, without_added_axes
 from clearhead.look import look
 from clearhead.masks import Mask
@@ -72,7 +72,7 @@ def attention(
         attn_bias: floats added to the scaled scores; -inf hides.
         scale: the factor on the scores; None = ``E ** -0.5``.
         dropout_p: the share of weights set to zero, the others scaled up; always applies, as in torch's SDPA.
-        backend: ``"sdpa"``, ``"blockwise"`` or ``"reference"``; None = the first that can do the call.
+        backend: ``"native"``, ``"sdpa"``, ``"blockwise"`` or ``"reference"``; None = the first that can do the call.
         observe: what to look at; it changes no bit of the output and not the backend.
 
     Shapes:
@@ -105,12 +105,12 @@ def attention(
         check_observe(observe, request.sizes)
     chosen = choose(request, backend)
     with in_own_precision(request):
-        finite, aside = set_aside(request)
-        context = chosen.run(finite)
+        finite, aside = (request, None) if chosen.careful else set_aside(request)
+        context, found = chosen.see(finite, observe)
         if aside is not None:
             context = aside.restore(context)
         out = without_added_axes(context, request.axes)
-        return out if observe is None else (out, seen_of(request, finite, aside, context, observe))
+        return out if observe is None else (out, seen_of(request, context, observe, found))
 
 
 def in_own_precision(request: Request) -> AbstractContextManager[Any]:
@@ -119,20 +119,19 @@ def in_own_precision(request: Request) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def seen_of(request: Request, finite: Request, aside: SetAside | None, context: Tensor, observe: Observe) -> Seen:
+def seen_of(request: Request, context: Tensor, observe: Observe, found: dict[str, Any] | None = None) -> Seen:
     """What `observe` asks for of a call whose context is known.
 
     Args:
         request: the call.
-        finite: the call with its non-finite rows set aside.
-        aside: what was set aside.
         context: (B, Hq, L, Ev), whoever computed it.
         observe: what is asked.
+        found: statistics that are known already.
     """
     seen: dict[str, Any] = {
         name: getattr(request, name) for name in SPLIT if name != "context" and observe.asks(name)
     }
-    seen |= look(finite, aside, observe)
+    seen |= look(request, observe, found or {})
     if observe.context:
         seen["context"] = context
     return Seen(

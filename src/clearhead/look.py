@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clearhead.backends.blockwise import assemble, dropped, over_tiles, raw_scores, visible_tile, weights_of
-from clearhead.backends.nonfinite import SetAside
+from clearhead.backends.nonfinite import SetAside, set_aside
 from clearhead.checks import Request
 from clearhead.masks import ALL, Allowed, Tile
 from clearhead.observe import MAPS, STATISTICS, At, Observe, indices
@@ -34,26 +34,28 @@ class Sight:
     tile: Tile
 
 
-def look(request: Request, aside: SetAside | None, observe: Observe) -> dict[str, Any]:
+def look(request: Request, observe: Observe, found: dict[str, Any]) -> dict[str, Any]:
     """Every statistic and map that `observe` asks for, by name.
 
     Args:
-        request: the call, its non-finite rows set aside.
-        aside: where they were; their weights are NaN.
+        request: the call.
         observe: what is asked.
+        found: statistics that are known already.
     """
+    asked = [name for name in STATISTICS if observe.asks(name) and name not in found]
+    maps = [name for name in MAPS if observe.asks(name)]
+    if not asked and not maps:
+        return found
     with torch.set_grad_enabled(observe.grad and torch.is_grad_enabled()):
-        asked = [name for name in STATISTICS if observe.asks(name)]
+        finite, aside = set_aside(request)
         # In a graph each statistic is a pass of its own: a checkpoint recomputes all that was computed together,
         # and would keep what the loss makes no use of.
-        together = [[name] for name in asked] if request.needs_grad else [asked] if asked else []
-        found: dict[str, Any] = {}
+        together = [[name] for name in asked] if finite.needs_grad else [asked] if asked else []
         for names in together:
-            found |= _statistics(request, aside, _only(observe, names))
-        for name in MAPS:
+            found = found | _statistics(finite, aside, _only(observe, names))
+        for name in maps:
             at = getattr(observe, name)
-            if at:
-                found[name] = _map(request, aside, name, At() if at is True else at)
+            found = found | {name: _map(finite, aside, name, At() if at is True else at)}
     return found
 
 

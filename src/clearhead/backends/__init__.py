@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from clearhead.backends.base import Backend
 from clearhead.backends.blockwise import Blockwise
+from clearhead.backends.native import Native
 from clearhead.backends.reference import Reference
 from clearhead.backends.sdpa import Sdpa
 from clearhead.checks import Request
 from clearhead.errors import BackendError
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Sdpa(), Blockwise(), Reference())}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Native(), Sdpa(), Blockwise(), Reference())}
 
 
 def choose(request: Request, name: str | None) -> Backend:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from clearhead.checks import Request
+from clearhead.observe import Observe
 
 
 class Backend(ABC):
@@ -19,12 +20,14 @@ class Backend(ABC):
 
     Attributes:
         name: what ``backend=`` calls it.
+        careful: whether it keeps the rules for NaN and infinity by itself, and may be given any.
         tolerance: for each dtype, how far the output, a gradient or a statistic may lie from the float64
             reference, relative to the size of the terms it sums. Scores of size s may add two of their own
             roundings, ``2 s eps``. A backend that is not as exact declares its own.
     """
 
     name: ClassVar[str]
+    careful: ClassVar[bool] = False
     tolerance: ClassVar[dict[torch.dtype, float]] = {
         torch.float64: 1e-12,
         torch.float32: 2e-6,
@@ -39,3 +42,7 @@ class Backend(ABC):
     @abstractmethod
     def run(self, request: Request) -> Tensor:
         """The context, (B, Hq, L, Ev), in the query's dtype."""
+
+    def see(self, request: Request, observe: Observe | None) -> tuple[Tensor, dict[str, Any]]:
+        """The context, and those statistics asked for that come in the same pass, by name."""
+        return self.run(request), {}

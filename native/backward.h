@@ -1,0 +1,165 @@
+// The backward pass: weights are computed again from the scores and lse (Dao et al. 2022, arXiv 2205.14135, B.4).
+//
+//   dV = W~^T dC      dW = dC V^T      dS = W * (kept dW - sum(dC * C))      dQ = scale dS K      dK = scale dS^T Q
+//
+// with W the weights, W~ the kept ones, C the context. dK and dV are summed within a task, then over the tasks in
+// their order, so that a fixed number of threads gives the same bits.
+#pragma once
+#include "forward.h"
+
+namespace {
+
+constexpr int64_t BACKWARD_KEYS = 128;
+
+struct BackwardRoom {
+  float *query_rows, *query, *context_rows, *context; // query and the context's gradient: rows, and turned
+  float *dquery, *P, *dS, *grid, *grid_rows, *keys, *values;
+  float *lse, *delta;
+
+  BackwardRoom(const Problem &p, Arena &a) {
+    const int64_t n = min(BACKWARD_KEYS, max(p.S, 1));
+    query_rows = a.take(ROWS * padded(p.E));
+    query = a.take(ROWS * padded(p.E));
+    context_rows = a.take(ROWS * padded(p.Ev));
+    context = a.take(ROWS * padded(p.Ev));
+    dquery = a.take(ROWS * padded(p.E));
+    P = a.take(n * ROWS);
+    dS = a.take(n * ROWS);
+    grid = a.take(has_grid(p) ? n * ROWS : 0);
+    grid_rows = a.take(has_grid(p) ? n * ROWS : 0);
+    keys = a.take(n * padded(p.E));
+    values = a.take(n * padded(p.Ev));
+    lse = a.take(ROWS);
+    delta = a.take(ROWS);
+  }
+};
+
+// The block's query rows, the gradient of their context, and the sum of each row's dC * C.
+static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
+  for (int64_t r = 0; r < k.count; r++) k.dead[r] = k.dead[r] || p.seen.lse[k.row(p, r)] == -INF;
+  read_rows(p, k, p.query, p.E, p.scale * LOG2E, w.query_rows, padded(p.E), w.query);
+  read_rows(p, k, p.gradient.context, p.Ev, 1, w.context_rows, padded(p.Ev), w.context);
+  Scan::rows(p, w.query_rows, padded(p.E), k.count, padded(p.E));
+  Scan::rows(p, w.context_rows, padded(p.Ev), k.count, padded(p.Ev));
+  for (int64_t r = 0; r < k.width; r++) {
+    w.lse[r] = w.delta[r] = 0;
+    if (k.dead[r]) continue;
+    w.lse[r] = p.seen.lse[k.row(p, r)] * LOG2E;
+    read_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, 1, w.values);
+    for (int64_t e = 0; e < p.Ev; e++) w.delta[r] += w.values[e] * w.context_rows[r * padded(p.Ev) + e];
+  }
+}
+
+// P = the kept weights and dS = the gradient of the scores (in natural units), [key][row]; false: all hidden.
+static bool gradients_of_scores(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
+  const int64_t width = k.width;
+  if (has_grid(p) && read_grid(p, k, from, n, w.grid, w.grid_rows) == Sight::nothing) return false;
+  matmul<false>(n, width / LANES, p.E, K.data, K.stride, w.query, width, w.P, width, false);
+  hide(k, from, n, has_grid(p) ? w.grid : nullptr, w.P);
+  Matrix V = rows_of(p.value, p.dtype, at(p.value, k.b, k.kv, from), n, p.Ev, 1, w.values);
+  matmul<false>(n, width / LANES, p.Ev, V.data, V.stride, w.context, width, w.dS, width, false);
+  for (int64_t j = 0; j < n; j++)
+    for (int64_t r = 0; r < width; r += LANES) {
+      float *P = w.P + j * width + r, *dS = w.dS + j * width + r;
+      vec weight = exp2(load(P) - load(w.lse + r)), dW = load(dS);
+      if (p.dropout.on) {
+        ivec keep = kept(p, k, from + j, r);
+        dW = keep ? dW * splat(p.dropout.factor) : splat(0);
+        store(P, keep ? weight * splat(p.dropout.factor) : splat(0));
+      } else
+        store(P, weight);
+      store(dS, weight * (dW - load(w.delta + r)));
+    }
+  return true;
+}
+
+static size_t backward_scratch(const Problem *p) {
+  Arena a{nullptr};
+  BackwardRoom w(*p, a);
+  if (p->splits == 1) a.take(p->S * (padded(p->E) + padded(p->Ev)));
+  return a.used;
+}
+
+static size_t backward_partial(const Problem *p) { return p->S * (padded(p->E) + padded(p->Ev)); }
+
+static void write_key(const Problem &p, int64_t head, int64_t j, const float *sums) {
+  const int64_t b = head / p.Hkv, kv = head % p.Hkv;
+  write_row(p.gradient.key, p.dtype, at(p.gradient.key, b, kv, j), p.E, LN2, sums); // the query was read in log2 units
+  write_row(p.gradient.value, p.dtype, at(p.gradient.value, b, kv, j), p.Ev, 1, sums + padded(p.E));
+}
+
+static void backward(const Problem *problem, float *scratch, int64_t task) {
+  const Problem &p = *problem;
+  const int64_t head = task / p.splits, split = p.splits - 1 - task % p.splits;
+  const int64_t wide = padded(p.E), tall = padded(p.Ev), stride = wide + tall;
+  Arena a{scratch};
+  BackwardRoom w(p, a);
+  float *sums = p.splits == 1 ? a.take(p.S * stride) : p.partial + (head * p.splits + split) * p.S * stride; // dK, dV
+  memset(sums, 0, p.S * stride * 4);
+  Scan scan;
+  Block k;
+  for (int64_t block = split * p.blocks / p.splits; block < (split + 1) * p.blocks / p.splits; block++) {
+    begin(p, k, head, block);
+    read_block(p, k, w);
+    scan.keys(p, k, k.from, k.to);
+    if (Scan::hopeless(p)) return;
+    memset(w.dquery, 0, ROWS * wide * 4);
+    for (int64_t j = k.from; j < k.to; j += BACKWARD_KEYS) {
+      const int64_t n = min(BACKWARD_KEYS, k.to - j);
+      Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, j), n, p.E, LANES, w.keys);
+      if (!gradients_of_scores(p, k, w, K, j, n)) continue;
+      matmul<false>(n, tall / LANES, k.count, w.P, k.width, w.context_rows, tall, sums + j * stride + wide, stride, true);
+      matmul<false>(n, wide / LANES, k.count, w.dS, k.width, w.query_rows, wide, sums + j * stride, stride, true);
+      matmul<true>(k.count, wide / LANES, n, w.dS, k.width, K.data, K.stride, w.dquery, wide, true);
+    }
+    for (int64_t r = 0; r < k.count; r++) {
+      if (k.dead[r]) memset(w.dquery + r * wide, 0, wide * 4);
+      write_row(p.gradient.query, p.dtype, at(p.gradient.query, k.b, k.head[r], k.query[r]), p.E, p.scale, w.dquery + r * wide);
+    }
+  }
+  if (p.splits == 1)
+    for (int64_t j = 0; j < p.S; j++) write_key(p, head, j, sums + j * stride);
+}
+
+// dK and dV of keys [from, to) of one head from the splits' shares, in their order.
+static void backward_sum(const Problem *problem, int64_t head, int64_t from, int64_t to) {
+  const Problem &p = *problem;
+  const int64_t stride = padded(p.E) + padded(p.Ev);
+  float *part = p.partial + head * p.splits * p.S * stride;
+  for (int64_t j = from; j < to; j++) {
+    float *total = part + j * stride;
+    for (int64_t s = 1; s < p.splits; s++)
+      for (int64_t i = 0; i < stride; i += LANES) store(total + i, load(total + i) + load(total + s * p.S * stride + i));
+    write_key(p, head, j, total);
+  }
+}
+
+// The bias's gradient, dS summed over the axes that the bias broadcasts: a pass of its own. A task is one of the
+// bias's own (batch item, head, block of queries), and goes over all that share it in a fixed order.
+static void bias_backward(const Problem *problem, float *scratch, int64_t task) {
+  const Problem &p = *problem;
+  const Grid &to = p.gradient.bias;
+  const int64_t blocks = (p.L + ROWS - 1) / ROWS, tasks = to.query ? blocks : 1, own_heads = to.head ? p.H : 1;
+  const int64_t group = p.H / p.Hkv, part = task % tasks, own_head = task / tasks % own_heads, own_batch = task / tasks / own_heads;
+  Arena a{scratch};
+  BackwardRoom w(p, a);
+  Block k;
+  for (int64_t b = to.batch ? own_batch : 0; b < (to.batch ? own_batch + 1 : p.B); b++)
+    for (int64_t h = to.head ? own_head : 0; h < (to.head ? own_head + 1 : p.H); h++)
+      for (int64_t block = to.query ? part : 0; block < (to.query ? part + 1 : blocks); block++) {
+        begin(p, k, b * p.Hkv + h / group, h % group * p.L + block * ROWS, min(ROWS, p.L - block * ROWS));
+        read_block(p, k, w);
+        for (int64_t j = k.from; j < k.to; j += BACKWARD_KEYS) {
+          const int64_t n = min(BACKWARD_KEYS, k.to - j);
+          Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, j), n, p.E, 1, w.keys);
+          if (!gradients_of_scores(p, k, w, K, j, n)) continue;
+          for (int64_t r = 0; r < k.count; r++) {
+            if (k.dead[r]) continue;
+            float *row = (float *)to.data + b * to.batch + h * to.head + k.query[r] * to.query + j * to.key;
+            for (int64_t i = 0; i < n; i++) row[i * to.key] += w.dS[i * k.width + r];
+          }
+        }
+      }
+}
+
+} // namespace
