@@ -28,12 +28,14 @@ struct Masking {
   Dtype bias_dtype;
 };
 
-// A weight is kept if a hash of its place is at least `threshold`; kept ones are multiplied by `factor`.
+// A weight is kept if a hash of its place, counted from the given batch item, query and key, is at least
+// `threshold`; kept ones are multiplied by `factor`.
 struct Dropout {
   bool on;
   int32_t threshold;
   uint32_t seed0, seed1;
   float factor;
+  int64_t batch, query, key;
 };
 
 constexpr int MAX_GROUPS = 16, MAX_OFFSETS = 64;

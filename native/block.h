@@ -60,7 +60,11 @@ static void begin(const Problem &p, Block &k, int64_t task_head, int64_t first, 
       high = min(high, q + m.right + 1);
       if (m.first.data) low = max(low, ((const int64_t *)m.first.data)[k.b * m.first.batch + q * m.first.query]);
       if (m.behind.data) high = min(high, ((const int64_t *)m.behind.data)[k.b * m.behind.batch + q * m.behind.query]);
-      if (p.dropout.on) k.dice[r] = hash(hash(hash(hash(p.dropout.seed0 ^ k.b) ^ k.head[r]) ^ q) ^ p.dropout.seed1);
+      if (p.dropout.on) {
+        uint32_t dice = hash(p.dropout.seed0 ^ (uint32_t)(k.b + p.dropout.batch));
+        dice = hash(dice ^ (uint32_t)k.head[r]);
+        k.dice[r] = hash(hash(dice ^ (uint32_t)(q + p.dropout.query)) ^ p.dropout.seed1);
+      }
       k.dead[r] = high <= low;
       if (!k.dead[r]) {
         k.from = min(k.from, low);
@@ -178,7 +182,7 @@ static void hide(const Block &k, int64_t from, int64_t n, const float *grid, flo
 // Which weights of one key are kept, a lane for each row.
 INLINE ivec kept(const Problem &p, const Block &k, int64_t key, int64_t r) {
   uvec dice = (uvec)iload((const int32_t *)k.dice + r);
-  return (ivec)hash(dice ^ (uvec)isplat((int32_t)key)) >= isplat(p.dropout.threshold);
+  return (ivec)hash(dice ^ (uvec)isplat((int32_t)(key + p.dropout.key))) >= isplat(p.dropout.threshold);
 }
 
 } // namespace

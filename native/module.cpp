@@ -68,7 +68,8 @@ Problem problem(nb::handle query, nb::handle key, nb::handle value, nb::handle c
   if (!bias.is_none()) p.mask.bias_dtype = Array(bias).kind();
   if (!dropout.is_none()) {
     nb::tuple d = nb::cast<nb::tuple>(dropout);
-    p.dropout = {true, nb::cast<int32_t>(d[0]), (uint32_t)nb::cast<int64_t>(d[1]), (uint32_t)nb::cast<int64_t>(d[2]), nb::cast<float>(d[3])};
+    p.dropout = {true, nb::cast<int32_t>(d[0]), (uint32_t)nb::cast<int64_t>(d[1]), (uint32_t)nb::cast<int64_t>(d[2]), nb::cast<float>(d[3]),
+                 nb::cast<int64_t>(d[4]), nb::cast<int64_t>(d[5]), nb::cast<int64_t>(d[6])};
   }
   p.seen.lse = pointer(lse);
   p.threads = threads;

@@ -57,11 +57,13 @@ class Run:
 
 
 def excluded(f: str, a: str, g: str, b: str) -> bool:
-    """What can't be: a mask joined to what is no `Mask`, a module without width, what sdpa declines; or is slow."""
+    """What can't be: a mask joined to what is no `Mask`, a module without width, what is declined; or is slow."""
     if f == "mask" and g == "second":
         return a in LONE and b != "alone"
     if f == "shape" and g == "form":
         return b == "module" and a in ("no-width", "no-value-width")
+    if g == "backend" and b == "native":
+        return a == "f64"
     if g == "backend" and b == "sdpa":
         sizes = (SHAPES | EMPTY_SHAPES).get(a) if f == "shape" else None
         widths_differ = sizes is not None and sizes.Ev != sizes.E

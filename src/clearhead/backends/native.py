@@ -6,6 +6,7 @@ the mask goes along as a bool tensor where that exists already; else by tiles of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,16 +14,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from clearhead.backends.base import Backend
-from clearhead.backends.blockwise import assemble, bias_tile
+from clearhead.backends.blockwise import Blockwise, assemble, bias_tile
 from clearhead.backends.derivatives import transforming
-from clearhead.backends.native_calls import EVERYTHING, Attend, Parts, as_mask, attention_op, forward
+from clearhead.backends.native_calls import FAR, Parts, Piece, backward, forward
 from clearhead.backends.native_library import library, why_missing
+from clearhead.backends.native_ops import attend
+from clearhead.backends.nonfinite import set_aside
 from clearhead.checks import Request
-from clearhead.masks import ALL, Mask, Tile
+from clearhead.masks import ALL, Tile
 from clearhead.observe import Observe
 from clearhead.plan import tiles
-
-FAR = EVERYTHING.right
 
 
 class Native(Backend):
@@ -33,15 +34,14 @@ class Native(Backend):
 
     def reasons(self, request: Request) -> list[str]:
         """What the kernels were not made for."""
+        query = request.query
         found = []
         if library() is None:
             found.append(why_missing() or "")
-        if request.query.device.type != "cpu":
-            found.append(f"made for the CPU, not for {request.query.device.type}")
-        if request.query.dtype == torch.float64:
+        if query.device.type != "cpu":
+            found.append(f"made for the CPU, not for {query.device.type}")
+        if query.dtype == torch.float64:
             found.append("float64: the kernels compute in float32")
-        if request.dropout_p > 0 and not _at_hand(request):
-            found.append("dropout with a mask that goes by tiles")
         if transforming():
             found.append("inside torch.func or forward-mode differentiation: the kernels have no rules for them")
         return found
@@ -52,66 +52,126 @@ class Native(Backend):
 
     def see(self, request: Request, observe: Observe | None) -> tuple[Tensor, dict[str, Any]]:
         """The context, and the statistics that come in the same pass."""
-        if _at_hand(request):
-            return _call(request, _parts(request), observe)
-        return assemble((tile, _tile(request, tile)) for tile in tiles(request, maps=_maps(request))), {}
-
-
-def _at_hand(request: Request) -> bool:
-    """Whether no mask of size L x S has to be made for the call."""
-    if request.mask is None:
-        return True
-    _, _, L, S = request.sizes
-    _, rest = request.mask._split(L, S)
-    return rest is None or rest._is_at_hand()
-
-
-def _parts(request: Request) -> Parts:
-    if request.mask is None:
-        return EVERYTHING
-    _, _, L, S = request.sizes
-    intervals, rest = request.mask._split(L, S)
-    left = -FAR if intervals.left is None else intervals.left
-    right = FAR if intervals.right is None else intervals.right
-    return Parts(left, right, intervals.first, intervals.behind, None if rest is None else _whole(rest, request))
-
-
-def _whole(mask: Mask, request: Request) -> Tensor:
-    _, _, L, S = request.sizes
-    return mask._tile(Tile(ALL, ALL, slice(0, L), slice(0, S), L, S, request.query.device))
-
-
-def _call(request: Request, parts: Parts, observe: Observe | None) -> tuple[Tensor, dict[str, Any]]:
-    query, key, value, bias = request.query, request.key, request.value, request.attn_bias
-    if bias is not None and bias.dtype == torch.float64:
-        bias = bias.float()
-    of_call = (request.scale, request.dropout_p, request.seed)
-    if not _plain(query, key, value):
-        return attention_op(query, key, value, *parts, bias, *of_call)[0], {}
-    if not request.needs_grad:
-        context, _, found = forward(query, key, value, parts, bias, *of_call, observe)
+        if not _plain(request):
+            return assemble((tile, attend(piece)) for tile, piece in _pieces(request)), {}
+        found: dict[str, Any] = {}
+        if request.needs_grad:
+            inputs = (request.query, request.key, request.value, request.attn_bias)
+            return _Attend.apply(*inputs, request, observe, found), found
+        context, _ = _forward(request, observe, found)
         return context, found
-    found = {}
-    return Attend.apply(query, key, value, bias, request, parts, observe, found), found
 
 
-def _plain(*tensors: Tensor) -> bool:
-    """Whether the kernels may read the tensors' memory here and now: no tracing, no subclasses, no modes."""
+def _plain(request: Request) -> bool:
+    """Whether memory may be read here and now: no tracing, no subclasses of tensors, no modes that listen."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
+    tensors = (request.query, request.key, request.value)
     return all(type(tensor) is Tensor or type(tensor) is Parameter for tensor in tensors)
 
 
-def _maps(request: Request) -> int:
-    """How many L x S maps the mask is, for each batch item."""
-    return 1 if request.mask is None else request.mask.axes.get("h", 1)
+def _pieces(request: Request) -> Iterator[tuple[Tile, Piece]]:
+    """The whole call as one piece where nothing of size L x S must be made for it, else tiles of rows."""
+    B, _, L, S = request.sizes
+    mask, bias = request.mask, request.attn_bias
+    if bias is not None and bias.dtype == torch.float64:
+        bias = bias.float()
+    of_call = (request.scale, request.dropout_p, request.seed)
+    whole = Tile(slice(0, B), ALL, slice(0, L), slice(0, S), L, S, request.query.device)
+    if mask is None:
+        yield whole, Piece(request.query, request.key, request.value, bias, Parts(), *of_call)
+        return
+    intervals, rest = mask._split(L, S)
+    if rest is None or rest._is_at_hand():
+        left = -FAR if intervals.left is None else intervals.left
+        right = FAR if intervals.right is None else intervals.right
+        visible = None if rest is None else rest._tile(whole)
+        parts = Parts(left, right, intervals.first, intervals.behind, visible)
+        yield whole, Piece(request.query, request.key, request.value, bias, parts, *of_call)
+        return
+    for tile in tiles(request, maps=mask.axes.get("h", 1)):
+        assert isinstance(tile.batch, slice)
+        assert isinstance(tile.queries, slice)
+        assert isinstance(tile.keys, slice)
+        query = request.query[tile.batch, :, tile.queries]
+        key, value = (tensor[tile.batch, :, tile.keys] for tensor in (request.key, request.value))
+        origin = (tile.batch.start, tile.queries.start, tile.keys.start)
+        parts = Parts(visible=mask._tile(tile))
+        yield tile, Piece(query, key, value, bias_tile(request, tile), parts, *of_call, origin)
 
 
-def _tile(request: Request, tile: Tile) -> Tensor:
-    assert request.mask is not None  # without one all is at hand
-    query = request.query[tile.batch, :, tile.queries]
-    key, value = (tensor[tile.batch, :, tile.keys] for tensor in (request.key, request.value))
-    parts = Parts(visible=request.mask._tile(tile))
-    bias = bias_tile(request, tile)
-    of_tile = Request(query, key, value, as_mask(parts), bias, request.scale, 0.0, None, request.axes)
-    return _call(of_tile, parts, None)[0]
+def _forward(request: Request, observe: Observe | None, found: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Context and lse; statistics are put into `found`."""
+    contexts, sums = [], []
+    for tile, piece in _pieces(request):
+        context, lse, seen = forward(piece, observe if piece.key is request.key else None)
+        found |= seen
+        contexts.append((tile, context))
+        sums.append((tile, lse))
+    return assemble(contexts), assemble(sums)
+
+
+class _Attend(torch.autograd.Function):
+    """The kernels' forward and backward pass; a gradient of that gradient comes from plain torch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        request: Request,
+        observe: Observe | None,
+        found: dict[str, Any],
+    ) -> Tensor:
+        context, lse = _forward(request, observe, found)
+        ctx.save_for_backward(query, key, value, bias, context, lse)
+        ctx.call = (request.scale, request.dropout_p, request.seed, request.mask)
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, dcontext: Tensor) -> Any:
+        query, key, value, bias, context, lse = ctx.saved_tensors
+        scale, dropout_p, seed, mask = ctx.call
+        request = Request(query, key, value, mask, bias, scale, dropout_p, seed, axes=4)
+        found = _gradients_with_graph(request, dcontext) if torch.is_grad_enabled() else _backward(
+            request, context, lse, dcontext, bias_grad=ctx.needs_input_grad[3]
+        )
+        return *found, None, None, None
+
+
+def _backward(
+    request: Request, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool
+) -> list[Tensor | None]:
+    pieces = list(_pieces(request))
+    bias = request.attn_bias
+    if pieces[0][1].key is request.key:  # not a tile
+        *most, dbias = backward(pieces[0][1], context, lse, dcontext, bias_grad=bias_grad)
+        return [*most, None if dbias is None or bias is None else dbias.to(bias.dtype)]
+    # Sums over tiles, in float32.
+    dquery, dkey, dvalue = (torch.zeros_like(t, dtype=torch.float32) for t in (request.query, request.key, request.value))
+    dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias_grad else None
+    for tile, piece in pieces:
+        rows = (tile.batch, ALL, tile.queries)
+        own = backward(piece, context[rows], lse[rows].contiguous(), dcontext[rows], bias_grad=bias_grad)
+        dquery[rows] = own[0]
+        dkey[tile.batch, :, tile.keys] += own[1]
+        dvalue[tile.batch, :, tile.keys] += own[2]
+        if dbias is not None:
+            cut = (tile.batch, ALL, tile.queries, tile.keys)
+            part = dbias[tuple(index if size != 1 else ALL for index, size in zip(cut, dbias.shape, strict=True))]
+            part += own[3]
+    found = [grad.to(request.query.dtype) for grad in (dquery, dkey, dvalue)]
+    return [*found, None if dbias is None or bias is None else dbias.to(bias.dtype)]
+
+
+def _gradients_with_graph(request: Request, dcontext: Tensor) -> list[Tensor | None]:
+    finite, aside = set_aside(request)
+    context = Blockwise().run(finite)
+    if aside is not None:
+        context = aside.restore(context)
+    inputs = (request.query, request.key, request.value, request.attn_bias)
+    asked = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    grads = iter(torch.autograd.grad(context, asked, dcontext, create_graph=True, materialize_grads=True))
+    return [next(grads) if tensor is not None and tensor.requires_grad else None for tensor in inputs]

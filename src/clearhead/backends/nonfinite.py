@@ -51,14 +51,18 @@ class SetAside:
             return own | pairs.any(dim=-1)
         return (own & visible.any(dim=-1)) | (pairs & visible).any(dim=-1)
 
-    def restore(self, context: Tensor) -> Tensor:
-        """The context with NaN in every row that must have it."""
+    def spoilt(self) -> Tensor:
+        """Bool (B, Hq, L): queries that are non-finite, or see something non-finite."""
         request = self.original
         if request.mask is None and request.attn_bias is None:  # every query sees every key
             by_head = (self.key | self.value).any(dim=-1, keepdim=True)
-            bad = (self.query | by_head.repeat_interleave(request.group, dim=1))[..., None]
-        else:
-            bad = assemble((tile, self.sees(tile, values=True)) for tile in tiles(request))[..., None]
+            return self.query | by_head.repeat_interleave(request.group, dim=1)
+        return assemble((tile, self.sees(tile, values=True)) for tile in tiles(request))
+
+    def restore(self, context: Tensor) -> Tensor:
+        """The context with NaN in every row that must have it."""
+        request = self.original
+        bad = self.spoilt()[..., None]
         # NaN from the query itself, so that its gradient is NaN as well; other rows get no 0 x NaN from here.
         own = torch.where(bad, request.query, 0.0).sum(dim=-1, keepdim=True)
         return torch.where(bad, own * torch.where(bad, torch.nan, 1.0), context).to(context.dtype)
@@ -79,6 +83,19 @@ def set_aside(request: Request) -> tuple[Request, SetAside | None]:
         for tensor, bad in ((query, aside.query), (key, aside.key), (value, aside.value))
     ]
     return request.on(finite, bias), aside
+
+
+def visible_to(request: Request, queries: Tensor) -> Tensor:
+    """Bool (B, Hkv, S): keys that some of these queries, bool (B, Hq, L), may see."""
+    B, H, _, S = request.sizes
+    found = torch.zeros(B, H // request.group, S, dtype=torch.bool, device=queries.device)
+    for tile in tiles(request):
+        rows = queries[tile.batch, :, tile.queries, None]
+        visible = visible_tile(request, tile)
+        seen = (rows if visible is None else rows & visible).any(dim=2)
+        by_head = seen.unflatten(1, (-1, request.group)).any(dim=2)
+        found[tile.batch, :, tile.keys] |= by_head
+    return found
 
 
 def by_rows(projections: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
