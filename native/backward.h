@@ -68,7 +68,8 @@ static bool gradients_of_scores(const Problem &p, const Block &k, const Backward
         store(P, keep ? weight * splat(p.dropout.factor) : splat(0));
       } else
         store(P, weight);
-      store(dS, weight * (dW - load(w.delta + r)));
+      // Beside a weight of 0 the value may be hidden, and so large that dW is infinite: 0 x inf is NaN.
+      store(dS, weight == splat(0) ? splat(0) : weight * (dW - load(w.delta + r)));
     }
   return true;
 }

@@ -76,6 +76,11 @@ def accumulating(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def autocasting(device: str) -> bool:
+    """Whether autocast is on; some devices (meta) have none."""
+    return bool(torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device)
+
+
 def check(
     query: Tensor,
     key: Tensor,
@@ -275,7 +280,7 @@ def _check_fits(name: str, given: Tensor, projection: nn.Linear) -> None:
             f"{name} must be (batch, length, {projection.in_features}), not {tuple(given.shape)}: its last axis is "
             f"{given.shape[-1]} wide."
         )
-    if given.dtype != weight.dtype and not torch.is_autocast_enabled(given.device.type):
+    if given.dtype != weight.dtype and not autocasting(given.device.type):
         raise ShapeError(
             f"{name} is {given.dtype} and the parameters are {weight.dtype}: convert one of them with .to()."
         )

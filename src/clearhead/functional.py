@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead.backends import choose
 from clearhead.backends.nonfinite import set_aside
-from clearhead.checks import Request, check, check_observe, without_added_axes
+from clearhead.checks import Request, autocasting, check, check_observe, without_added_axes
 from clearhead.look import look
 from clearhead.masks import Mask
 from clearhead.observe import SPLIT, Observe, Seen
@@ -116,7 +116,7 @@ def attention(
 def in_own_precision(request: Request) -> AbstractContextManager[Any]:
     """Autocast ends where a call begins: the inputs' dtype decides, and statistics stay float32."""
     device = request.query.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if autocasting(device) else nullcontext()
 
 
 def seen_of(request: Request, context: Tensor, observe: Observe, found: dict[str, Any] | None = None) -> Seen:

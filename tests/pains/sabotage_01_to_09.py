@@ -66,7 +66,7 @@ REMOVALS = [
         "non-finite rows are not set aside",
         nonfinite,
         "set_aside",
-        "if _surely_finite(request):",
+        "if _surely_within(limits, request):",
         "if True:",
         (
             *each(row_3.check_hidden),

@@ -67,7 +67,10 @@ def raw_scores(request: Request, tile: Tile) -> Tensor:
     """Scale * query key^T + bias of a tile, hidden pairs too: (b, h, q, k) in the accumulating dtype."""
     query = _at_queries(request.query[tile.batch], tile).to(request.acc_dtype)
     key = _of_heads(request, request.key[tile.batch, :, tile.keys], tile).to(request.acc_dtype)
-    scores = _grouped_matmul(query * request.scale, key.transpose(-2, -1))
+    if abs(request.scale) <= 1:
+        scores = _grouped_matmul(query * request.scale, key.transpose(-2, -1))
+    else:  # a hidden query times that might overflow, and 0 x inf is NaN in the gradient of the keys
+        scores = _grouped_matmul(query, key.transpose(-2, -1)) * request.scale
     bias = bias_tile(request, tile)
     return scores if bias is None else scores + bias
 
