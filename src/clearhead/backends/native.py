@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from clearhead.backends.base import Backend
 from clearhead.backends.blockwise import Blockwise, assemble, bias_tile
 from clearhead.backends.derivatives import transforming
+from clearhead.backends.inplace import watch
 from clearhead.backends.native_calls import FAR, Parts, Piece, backward, forward
 from clearhead.backends.native_library import library, why_missing
 from clearhead.backends.native_ops import attend
@@ -128,11 +129,13 @@ class _Attend(torch.autograd.Function):
         context, lse = _forward(request, observe, found)
         ctx.save_for_backward(query, key, value, bias, context, lse)
         ctx.call = (request.scale, request.dropout_p, request.seed, request.mask)
+        ctx.unchanged = watch(request.mask)
         return context
 
     @staticmethod
     def backward(ctx: Any, dcontext: Tensor) -> Any:
         query, key, value, bias, context, lse = ctx.saved_tensors
+        ctx.unchanged()
         scale, dropout_p, seed, mask = ctx.call
         request = Request(query, key, value, mask, bias, scale, dropout_p, seed, axes=4)
         found = _gradients_with_graph(request, dcontext) if torch.is_grad_enabled() else _backward(

@@ -79,10 +79,19 @@ def _run(request: Request) -> Tensor:
     _, _, L, S = request.sizes
     if request.mask is None and request.attn_bias is None:
         return _fused(request, request.query, request.key, request.value)
-    if isinstance(request.mask, Causal) and request.attn_bias is None and L == S:
+    if isinstance(request.mask, Causal) and request.attn_bias is None and _equal(L, S):
         return _fused(request, request.query, request.key, request.value, is_causal=True)
     plan = _plan(request)
     return assemble(over_tiles(request, plan, lambda tile: _run_tile(request, tile)))
+
+
+def _equal(L: int, S: int) -> bool:
+    """Whether L == S; of an exported program, whether they are equal in every call."""
+    if not torch.compiler.is_exporting():
+        return L == S
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import, and there already
+
+    return bool(guard_or_false(L == S))
 
 
 def _plan(request: Request) -> list[Tile]:
