@@ -104,6 +104,7 @@ def attention(
     if observe is not None:
         check_observe(observe, request.sizes)
     chosen = choose(request, backend)
+    request = request.seeded()
     with in_own_precision(request):
         finite, aside = (request, None) if chosen.careful else set_aside(request)
         context, found = chosen.see(finite, observe)

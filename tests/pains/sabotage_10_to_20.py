@@ -170,8 +170,8 @@ REMOVALS = [
         "no dropout without gradients",
         checks,
         "check",
-        "float(dropout_p), seed, axes",
-        "float(dropout_p) if torch.is_grad_enabled() else 0.0, seed, axes",
+        "float(dropout_p), None, axes",
+        "float(dropout_p) if torch.is_grad_enabled() else 0.0, None, axes",
         each(row_14.check_some_in_training),
     ),
     Removal(
@@ -289,7 +289,7 @@ REMOVALS = [
         "biases stay behind",
         multihead.MultiHeadAttention,
         "from_torch",
-        "_copy([bias], [projection.bias])",
+        "copy_parameters([bias], [projection.bias])",
         "pass",
         (
             *one(row_18.check_from_torch),
@@ -302,8 +302,8 @@ REMOVALS = [
         "split weights are not copied back",
         multihead.MultiHeadAttention,
         "to_torch",
-        "[q.weight, k.weight, v.weight], _weights_in(module)",
-        "[q.weight, k.weight], _weights_in(module)[:2]",
+        "[q.weight, k.weight, v.weight], weights_in(module)",
+        "[q.weight, k.weight], weights_in(module)[:2]",
         (*one(row_18.check_to_torch, "split"), *one(row_18.check_to_torch, "split keys")),
     ),
     Removal(

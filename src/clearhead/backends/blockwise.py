@@ -44,7 +44,9 @@ def over_tiles(request: Request, plan: list[Tile], compute: Callable[[Tile], T])
     A single tile is small by construction: it's kept. Inside torch.func nothing can be recomputed.
     """
     recompute = request.needs_grad and len(plan) > 1 and not transforming()
-    unchanged = watch(request.query, request.key, request.value, request.attn_bias, request.mask) if recompute else None
+    unchanged = (
+        watch(request.query, request.key, request.value, request.attn_bias, request.mask) if recompute else None
+    )
 
     def again(tile: Tile) -> T:
         if unchanged is not None:

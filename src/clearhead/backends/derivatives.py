@@ -49,8 +49,8 @@ class _Fused(torch.autograd.Function):
             # Someone decides what is kept (activation checkpointing): a graph of our own would be out of their hands.
             ctx.once = None
             return fused(request)
-        ctx.once = _once(fused, request, (query, key, value))
-        return ctx.once[1].detach()
+        ctx.once = _, context = _once(fused, request, (query, key, value))
+        return context.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.backends.blockwise import assemble, bias_tile, visible_tile
-from clearhead.checks import Request, accumulating, autocasting
+from clearhead.checks import AUTOCAST, Request, accumulating, autocasting
 from clearhead.masks import Tile
 from clearhead.plan import tiles
 
@@ -130,7 +130,7 @@ def _guarded(projection: nn.Module, tensor: Tensor) -> Tensor:
 def _as_projected(tensor: Tensor) -> Tensor:
     """As a linear layer reads it: autocast may make an infinity of what is finite. Not for gradients."""
     tensor, device = tensor.detach(), tensor.device.type
-    autocast = tensor.dtype != torch.float64 and autocasting(device)
+    autocast = tensor.dtype in AUTOCAST and autocasting(device)
     return tensor.to(torch.get_autocast_dtype(device)) if autocast else tensor
 
 

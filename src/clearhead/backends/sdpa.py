@@ -65,7 +65,7 @@ class Sdpa(Backend):
 def _largest(request: Request) -> float:
     """Numbers up to this give no score, and no product of a value with a gradient, that overflows.
 
-    Torch hides a score by adding -inf, and a weight's gradient by a weight of 0: where they are infinite, both are NaN.
+    Torch hides a score by adding -inf, and a weight's gradient by a weight of 0: beside an infinity both are NaN.
     """
     terms = max(1, request.query.shape[-1], request.value.shape[-1])
     return math.sqrt(torch.finfo(request.acc_dtype).max / (4 * terms * max(1.0, request.scale)))

@@ -19,8 +19,8 @@ Rows = Tensor | Sequence[Sequence[int]]
 def at_hand(tensor: Tensor) -> bool:
     """Whether its numbers can be read, here and now.
 
-    Not in a compiled or exported program, under vmap, of a fake tensor, or on the meta device: what depends on them is
-    then not checked, and nothing is skipped.
+    Not in a compiled or exported program, under vmap, of a fake tensor, or on the meta device: what depends on them
+    is then not checked, and nothing is skipped.
     """
     if torch.compiler.is_compiling() or tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
@@ -103,6 +103,8 @@ def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...])
 def as_tensor(owner: str, data: object, empty: torch.dtype) -> Tensor:
     """A tensor as it is, nested lists as a tensor; an empty list carries no dtype of its own and gets `empty`."""
     if isinstance(data, Tensor):
+        if data.layout != torch.strided:
+            raise MaskError(f"{owner} takes a dense tensor, not {data.layout}: use .to_dense().")
         return data
     try:
         tensor = torch.as_tensor(data)
@@ -115,7 +117,8 @@ def as_integers(owner: str, name: str, data: object) -> Tensor:
     """Integers of any shape, as int64."""
     tensor = as_tensor(owner, data, empty=torch.int64)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        way_out = f" A flag for each token goes in {owner}(real=...)." if tensor.dtype == torch.bool else ""
+        flags = tensor.dtype == torch.bool and owner in ("KeyPadding", "QueryPadding")  # the others take none
+        way_out = f" A flag for each token goes in {owner}(real=...)." if flags else ""
         raise MaskError(f"{owner}: {name} must be integers, not {tensor.dtype}.{way_out}")
     # A copy: numbers of it are kept on the host, and a mask doesn't change when the caller's tensor does.
     return tensor.to(torch.int64, copy=True)
