@@ -18,13 +18,15 @@ from clearhead.backends.blockwise import Blockwise, assemble, bias_tile
 from clearhead.backends.derivatives import transforming
 from clearhead.backends.inplace import watch
 from clearhead.backends.native_calls import FAR, Parts, Piece, backward, forward
-from clearhead.backends.native_library import library, why_missing
+from clearhead.backends.native_library import why_missing
 from clearhead.backends.native_ops import attend
 from clearhead.backends.nonfinite import set_aside
 from clearhead.checks import Request
 from clearhead.masks import ALL, Tile
 from clearhead.observe import Observe
 from clearhead.plan import tiles
+
+_MISSING = why_missing()  # asked here: a compiler can't trace the import
 
 
 class Native(Backend):
@@ -37,8 +39,8 @@ class Native(Backend):
         """What the kernels were not made for."""
         query = request.query
         found = []
-        if library() is None:
-            found.append(why_missing() or "")
+        if _MISSING is not None:
+            found.append(_MISSING)
         if query.device.type != "cpu":
             found.append(f"made for the CPU, not for {query.device.type}")
         if query.dtype == torch.float64:
