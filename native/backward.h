@@ -61,7 +61,9 @@ static bool gradients_of_scores(const Problem &p, const Block &k, const Backward
   for (int64_t j = 0; j < n; j++)
     for (int64_t r = 0; r < width; r += LANES) {
       float *P = w.P + j * width + r, *dS = w.dS + j * width + r;
-      vec weight = exp2(load(P) - load(w.lse + r)), dW = load(dS);
+      vec log_weight = load(P) - load(w.lse + r), dW = load(dS);
+      // Never above 0, but for rounding: of scores of 1e18 that would be a weight of infinity.
+      vec weight = exp2(log_weight > splat(0) ? splat(0) : log_weight);
       if (p.dropout.on) {
         ivec keep = kept(p, k, from + j, r);
         dW = keep ? dW * splat(p.dropout.factor) : splat(0);
