@@ -238,8 +238,14 @@ class MultiHeadAttention(nn.Module):
 
         Where a projection was replaced, its width is not known before: the call is then checked behind it.
         """
+        if (
+            observe is None
+            and backend is None
+            and all(options[name] is None for name in ("mask", "attn_bias", "scale"))
+        ):
+            return  # nothing that could be wrong
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        if not all(_is_plain(projection) for projection in projections):
+        if not all(_has_known_width(projection) for projection in projections):
             return
         stand_ins = []
         for tensor, projection, width in zip(
@@ -249,7 +255,7 @@ class MultiHeadAttention(nn.Module):
             linear = cast("nn.Linear", projection)
             heads = _heads(linear.out_features, width)
             autocast = linear.weight.dtype in AUTOCAST and autocasting(device)
-            dtype = torch.get_autocast_dtype(device) if autocast else linear.weight.dtype
+            dtype = torch.get_autocast_dtype(device) if autocast else tensor.dtype
             stand_ins.append(tensor.new_empty((), dtype=dtype).expand(B, heads, length, width))
         q, k, v = stand_ins
         request = check(q, k, v, **options)
@@ -359,10 +365,15 @@ class MultiHeadAttention(nn.Module):
 
 
 def _is_plain(projection: nn.Module) -> bool:
-    """Whether it is a linear layer and nothing else: no hooks, no sharded weight."""
-    return (
-        type(projection) is nn.Linear and type(projection.weight) in (nn.Parameter, Tensor) and not _hooks(projection)
-    )
+    """Whether it is a linear layer and nothing else."""
+    return type(projection) is nn.Linear and not _hooks(projection)
+
+
+def _has_known_width(projection: nn.Module) -> bool:
+    """Whether its features can be told beforehand: a linear layer, its weight not sharded, its output not hooked."""
+    if not isinstance(projection, nn.Linear) or projection._forward_hooks:
+        return False
+    return type(projection.weight) is nn.Parameter or type(projection.weight) is Tensor
 
 
 def _hooks(module: nn.Module) -> bool:
