@@ -53,7 +53,11 @@ static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
 // P = the kept weights and dS = the gradient of the scores (in natural units), [key][row]; false: all hidden.
 static bool gradients_of_scores(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
   const int64_t width = k.width;
-  if (has_grid(p) && read_grid(p, k, from, n, w.grid, w.grid_rows) == Sight::nothing) return false;
+  if (has_grid(p)) {
+    Sight sight = read_grid(p, k, from, n, w.grid, w.grid_rows);
+    if (sight == Sight::non_finite && p.non_finite) Scan::report(p); // of a bias, perhaps where it is hidden
+    if (sight != Sight::some) return false;
+  }
   matmul<false>(n, width / LANES, p.E, K.data, K.stride, w.query, width, w.P, width, false);
   hide(k, from, n, has_grid(p) ? w.grid : nullptr, w.P);
   Matrix V = rows_of(p.value, p.dtype, at(p.value, k.b, k.kv, from), n, p.Ev, 1, w.values);
