@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -255,17 +256,17 @@ def check_inputs(query: Tensor, key: Tensor | None, value: Tensor | None) -> Non
             )
 
 
-def check_widths(given: Sequence[Tensor], projections: Sequence[nn.Module]) -> None:
+def check_widths(given: Sequence[Tensor], projections: Sequence[nn.Module], plain: Sequence[type[nn.Linear]]) -> None:
     """Validate query, key and value against the projections that take them.
 
-    A replaced projection takes what it likes; of a plain ``nn.Linear`` the width and dtype are known.
+    A replaced projection takes what it likes; of a `plain` one, of just these classes, width and dtype are known.
 
     Raises:
         ShapeError: another width or dtype.
     """
     for name, tensor, projection in zip(("query", "key", "value"), given, projections, strict=True):
-        if type(projection) is nn.Linear:
-            _check_fits(name, tensor, projection)
+        if type(projection) in plain:
+            _check_fits(name, tensor, cast("nn.Linear", projection))
 
 
 def _check_fits(name: str, given: Tensor, projection: nn.Linear) -> None:

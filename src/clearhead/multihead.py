@@ -13,8 +13,12 @@ from clearhead.backends.nonfinite import by_rows
 from clearhead.checks import check_inputs, check_widths
 from clearhead.errors import ShapeError
 from clearhead.functional import attention
+from clearhead.linear import Linear
 from clearhead.masks import Mask
 from clearhead.observe import Observe, Seen
+
+# Projections that do this and no more: no subclass of theirs.
+PLAIN = (nn.Linear, Linear)
 
 
 class Core(nn.Module):
@@ -135,7 +139,7 @@ class MultiHeadAttention(nn.Module):
         self.scale = scale
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+            return Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
 
         self.q_proj: nn.Module = linear(embed_dim, num_heads * self.head_dim)
         self.k_proj: nn.Module = linear(kdim, num_kv_heads * self.head_dim)
@@ -209,7 +213,7 @@ class MultiHeadAttention(nn.Module):
         check_inputs(query, key, value)
         key = query if key is None else key
         value = key if value is None else value
-        check_widths((query, key, value), (self.q_proj, self.k_proj, self.v_proj))
+        check_widths((query, key, value), (self.q_proj, self.k_proj, self.v_proj), PLAIN)
         q, k, v = by_rows((self.q_proj, self.k_proj, self.v_proj), (query, key, value))
         result = self.core(
             _split(q, self.head_dim),
@@ -293,7 +297,7 @@ class MultiHeadAttention(nn.Module):
             True
         """
         projections = (self.q_proj, self.k_proj, self.v_proj, self.out_proj)
-        if not all(type(projection) is nn.Linear and not projection._forward_pre_hooks for projection in projections):
+        if not all(type(projection) in PLAIN and not projection._forward_pre_hooks for projection in projections):
             raise ValueError("to_torch needs the four projections to be plain nn.Linear: one was replaced.")
         q, k, v, out = (cast("nn.Linear", projection) for projection in projections)
         D = out.out_features
