@@ -80,6 +80,7 @@ static void begin(const Problem &p, Block &k, int64_t task_head, int64_t first, 
     k.low[r] = k.dead[r] ? 0 : low;
     k.high[r] = k.dead[r] ? p.S : high;
   }
+  k.from -= k.from % 2; // keys may be read two at a time; what a row doesn't see is hidden
 }
 
 // The block'th of a key/value head.

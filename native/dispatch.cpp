@@ -10,6 +10,11 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #define KERNELS(name) extern "C" const Kernels kernels_##name;
 #if defined(HAVE_ISA_AVX512)
@@ -37,6 +42,18 @@ KERNELS(generic)
 
 namespace {
 
+// Tiles of matrices: the processor has them, and the system lets this process use their registers.
+bool has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 22 & 1)) return false; // AMX-TILE, AMX-BF16
+  const long ask_for = 0x1023, tile_data = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, ask_for, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+
 const std::vector<const Kernels *> &usable() {
   static const std::vector<const Kernels *> found = [] {
     std::vector<const Kernels *> list;
@@ -46,6 +63,9 @@ const std::vector<const Kernels *> &usable() {
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     (void)v4, (void)v3;
+#if defined(HAVE_ISA_AMX)
+    if (v4 && has_amx()) list.push_back(&kernels_amx);
+#endif
 #if defined(HAVE_ISA_AVX512BF16)
     if (v4 && __builtin_cpu_supports("avx512bf16")) list.push_back(&kernels_avx512bf16);
 #endif

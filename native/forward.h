@@ -1,8 +1,7 @@
 // The forward pass: an online softmax over blocks of keys (Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al.
 // 2022, arXiv 2205.14135), and the statistics of the weights in the same pass.
 #pragma once
-#include "block.h"
-#include "matmul.h"
+#include "pairs.h"
 
 namespace {
 
@@ -19,7 +18,7 @@ struct Arena {
 
 // What a block's rows have gathered over the keys so far. Scores are in units of log2; sums are relative to `top`.
 struct Sums {
-  float *context;           // [ROWS][Ev padded]
+  float *context;           // [ROWS][Ev padded], or turned where products go by pairs
   float *top, *sum;         // [ROWS]: the largest score, the sum of 2^(score - top)
   float *surprise, *far;    // [ROWS]: sums of 2^(score - top) times (score - top), and times the distance
   float *mass;              // [groups][ROWS]
@@ -52,7 +51,10 @@ struct Sums {
 struct Room {
   float *rows, *query; // [ROWS][E padded], [E][width]
   float *P, *grid, *grid_rows, *kept, *keys, *values;
-  float *alpha, *inverse, *tops; // [ROWS], [ROWS], [STRIP / KEYS][ROWS]
+  float *alpha, *inverse, *tops;  // [ROWS], [ROWS], [STRIP / KEYS][ROWS]
+  float *query_pairs, *P_pairs;   // [E / 2][width], [KEYS / 2][width]
+  bool pairs;
+  Turned turned_values;
 
   Room(const Problem &p, Arena &a) {
     const int64_t n = min(KEYS, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
@@ -63,10 +65,14 @@ struct Room {
     grid_rows = a.take(has_grid(p) ? n * ROWS : 0);
     kept = a.take(p.dropout.on ? n * ROWS : 0);
     keys = a.take(n * padded(p.E));
-    values = a.take(n * padded(p.Ev));
+    values = a.take(max(n, ROWS) * padded(p.Ev));
     alpha = a.take(ROWS);
     inverse = a.take(ROWS);
     tops = a.take(p.seen.received ? STRIP / KEYS * ROWS : 0);
+    pairs = by_pairs(p);
+    query_pairs = a.take(pairs ? p.E / 2 * ROWS : 0);
+    P_pairs = a.take(pairs ? KEYS / 2 * ROWS : 0);
+    turned_values.words = a.take(pairs ? Turned::size(p, p.Ev) : 0);
   }
 };
 
@@ -96,9 +102,28 @@ struct Scan {
   }
 };
 
-static void scores(const Problem &p, const Block &k, const float *query, int64_t from, int64_t n, float *P, float *keys) {
-  Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, 1, keys);
-  matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, query, k.width, P, k.width, false);
+// P[n][width] = K V' with rows of a tensor like the key in place, and pairs [features / 2][width].
+static void by_words(const Problem &, const Block &k, const View &v, int64_t from, int64_t n, int64_t features, const float *pairs, float *P) {
+  const float *words = (const float *)((const uint16_t *)v.data + at(v, k.b, k.kv, from));
+  matmul_pairs(n, k.width, features / 2, words, v.row / 2, pairs, k.width, P, k.width, false);
+}
+
+static void scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
+  if (w.pairs) {
+    by_words(p, k, p.key, from, n, p.E, w.query_pairs, P);
+    const vec scale = splat(p.scale * LOG2E);
+    for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * scale);
+    return;
+  }
+  Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, 1, w.keys);
+  matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, w.query, k.width, P, k.width, false);
+}
+
+// The block's queries: times scale and turned, or as pairs.
+static void read_queries(const Problem &p, const Block &k, const Room &w) {
+  read_rows(p, k, p.query, p.E, w.pairs ? 1 : p.scale * LOG2E, w.rows, padded(p.E), w.query);
+  Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
+  if (w.pairs) pairs_of(w.query, p.E, k.width, w.query_pairs);
 }
 
 // Scores of n keys, hidden ones -inf; false if the grid hides them all.
@@ -108,7 +133,7 @@ static bool masked_scores(const Problem &p, const Block &k, const Room &w, int64
     if (sight == Sight::non_finite && p.non_finite) Scan::report(p);
     if (sight == Sight::nothing) return false;
   }
-  scores(p, k, w.query, from, n, P, w.keys);
+  scores(p, k, w, from, n, P);
   hide(k, from, n, has_grid(p) ? w.grid : nullptr, P);
   return true;
 }
@@ -236,9 +261,37 @@ static const float *drop(const Problem &p, const Block &k, int64_t from, int64_t
   return kept_weights;
 }
 
-// Keys [from, to) into the block's sums. With `strip` the weights stay in P, block after block.
-static void gather(const Problem &p, const Block &k, const Room &w, Sums &s, int64_t from, int64_t to, bool strip) {
+// context = alpha context + weights^T V
+static void add_context(const Problem &p, const Block &k, const Room &w, const Sums &s, int64_t from, int64_t n, const float *weights) {
   const int64_t vectors = padded(p.Ev) / LANES;
+  for (int64_t r = 0; r < k.count; r++)
+    if (!s.fresh && w.alpha[r] != 1)
+      for (int64_t e = 0; e < vectors; e++) {
+        float *c = s.context + (r * vectors + e) * LANES;
+        store(c, load(c) * splat(w.alpha[r]));
+      }
+  Matrix V = rows_of(p.value, p.dtype, at(p.value, k.b, k.kv, from), n, p.Ev, LANES, w.values);
+  matmul<true>(k.count, vectors, n, weights, k.width, V.data, V.stride, s.context, vectors * LANES, !s.fresh);
+}
+
+// The same turned: context^T = alpha context^T + V^T weights, with V^T in words of two keys.
+static void add_context_by_pairs(const Problem &p, const Block &k, Room &w, const Sums &s, int64_t from, int64_t n, const float *weights) {
+  if (!s.fresh)
+    for (int64_t e = 0; e < p.Ev; e++)
+      for (int64_t r = 0; r < k.width; r += LANES) {
+        float *c = s.context + e * k.width + r;
+        store(c, load(c) * load(w.alpha + r));
+      }
+  const int64_t words = (n + 31) / 32 * 16;
+  pairs_of(weights, n, k.width, w.P_pairs);
+  for (int64_t i = (n + 1) / 2 * k.width; i < words * k.width; i++) w.P_pairs[i] = 0;
+  w.turned_values.need(p, k, p.value, p.Ev, from, from + n);
+  const float *V = w.turned_values.words + from / 2;
+  matmul_pairs(p.Ev, k.width, words, V, w.turned_values.stride, w.P_pairs, k.width, s.context, k.width, !s.fresh);
+}
+
+// Keys [from, to) into the block's sums. With `strip` the weights stay in P, block after block.
+static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t from, int64_t to, bool strip) {
   for (int64_t j = from; j < to; j += KEYS) {
     const int64_t n = min(KEYS, to - j), step = (j - from) / KEYS;
     float *P = strip ? w.P + (j - from) * k.width : w.P;
@@ -257,15 +310,9 @@ static void gather(const Problem &p, const Block &k, const Room &w, Sums &s, int
     else softmax_rows<false, false>(p, k, j, n, P, s, w.alpha);
     if (strip) memcpy(w.tops + step * ROWS, s.top, ROWS * 4);
     if (p.seen.groups) add_mass(p, k, j, n, P, s, w.alpha);
-    for (int64_t r = 0; r < k.count; r++)
-      if (!s.fresh && w.alpha[r] != 1)
-        for (int64_t e = 0; e < vectors; e++) {
-          float *c = s.context + (r * vectors + e) * LANES;
-          store(c, load(c) * splat(w.alpha[r]));
-        }
     const float *weights = drop(p, k, j, n, P, w.kept);
-    Matrix V = rows_of(p.value, p.dtype, at(p.value, k.b, k.kv, j), n, p.Ev, LANES, w.values);
-    matmul<true>(k.count, vectors, n, weights, k.width, V.data, V.stride, s.context, vectors * LANES, !s.fresh);
+    if (w.pairs) add_context_by_pairs(p, k, w, s, j, n, weights);
+    else add_context(p, k, w, s, j, n, weights);
     s.fresh = false;
   }
 }
@@ -356,8 +403,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     begin(p, k, head, 0);
     s.clear(p, k);
     const int64_t from = max(k.from, run * p.key_run), to = min(k.to, (run + 1) * p.key_run);
-    read_rows(p, k, p.query, p.E, p.scale * LOG2E, w.rows, padded(p.E), w.query);
-    Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
+    read_queries(p, k, w);
     for (int64_t j = from; j < to && !Scan::hopeless(p); j += KEYS) {
       if (p.non_finite) scan.check(p, k, j, min(j + KEYS, to)); // while they are in the cache
       gather(p, k, w, s, j, min(j + KEYS, to), false);
@@ -366,6 +412,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     return;
   }
   Sums s(p, a);
+  if (w.pairs) begin_pairs(), w.turned_values.begin(p, w.turned_values.words, p.Ev);
   const int64_t head = task / p.splits, split = p.splits - 1 - task % p.splits, group = p.H / p.Hkv; // causal: long ones first
   float *received = nullptr;
   if (p.seen.received) {
@@ -375,15 +422,21 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
   for (int64_t block = split * p.blocks / p.splits; block < (split + 1) * p.blocks / p.splits; block++) {
     begin(p, k, head, block);
     s.clear(p, k);
-    read_rows(p, k, p.query, p.E, p.scale * LOG2E, w.rows, padded(p.E), w.query);
-    Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
+    read_queries(p, k, w);
     scan.keys(p, k, k.from, k.to);
-    if (Scan::hopeless(p)) return;
+    if (Scan::hopeless(p)) break;
     const bool strip = received && k.to - k.from <= STRIP;
     gather(p, k, w, s, k.from, k.to, strip);
-    finish(p, k, s, w.inverse);
+    if (w.pairs) { // the rows' contexts, no longer turned, in the room of the values
+      Sums rows = s;
+      rows.context = w.values;
+      transpose(s.context, k.width, p.Ev, k.width, rows.context, padded(p.Ev), padded(p.Ev));
+      finish(p, k, rows, w.inverse);
+    } else
+      finish(p, k, s, w.inverse);
     if (received) received_of(p, k, w, s, strip, received);
   }
+  if (w.pairs) end_pairs();
 }
 
 // The runs of keys of one head put together.
@@ -447,7 +500,7 @@ static void received(const Problem *problem, float *scratch, int64_t task) {
   float *to = p.seen.received + head * group * p.S;
   const int64_t start = run * p.key_run, stop = min(p.S, start + p.key_run);
   for (int64_t g = 0; g < group; g++) memset(to + g * p.S + start, 0, max(0, stop - start) * 4);
-  read_rows(p, k, p.query, p.E, p.scale * LOG2E, w.rows, padded(p.E), w.query);
+  read_queries(p, k, w);
   float lse[ROWS], alive[ROWS];
   for (int64_t r = 0; r < k.width; r++) {
     lse[r] = r < k.count ? p.seen.lse[k.row(p, r)] * LOG2E : -INF;
