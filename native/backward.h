@@ -37,20 +37,20 @@ struct BackwardRoom {
 // The block's query rows, the gradient of their context, and the sum of each row's dC * C.
 static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
   for (int64_t r = 0; r < k.count; r++) k.dead[r] = k.dead[r] || p.seen.lse[k.row(p, r)] == -INF;
-  read_rows(p, k, p.query, p.E, p.scale * LOG2E, w.query_rows, padded(p.E), w.query);
+  read_rows(p, k, p.query, p.E, p.scale, w.query_rows, padded(p.E), w.query);
   read_rows(p, k, p.gradient.context, p.Ev, 1, w.context_rows, padded(p.Ev), w.context);
   Scan::rows(p, w.query_rows, padded(p.E), k.count, padded(p.E));
   Scan::rows(p, w.context_rows, padded(p.Ev), k.count, padded(p.Ev));
   for (int64_t r = 0; r < k.width; r++) {
     w.lse[r] = w.delta[r] = 0;
     if (k.dead[r]) continue;
-    w.lse[r] = p.seen.lse[k.row(p, r)] * LOG2E;
+    w.lse[r] = p.seen.lse[k.row(p, r)];
     read_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, 1, w.values);
     for (int64_t e = 0; e < p.Ev; e++) w.delta[r] += w.values[e] * w.context_rows[r * padded(p.Ev) + e];
   }
 }
 
-// P = the kept weights and dS = the gradient of the scores (in natural units), [key][row]; false: all hidden.
+// P = the kept weights and dS = the gradient of the scores, [key][row]; false: all hidden.
 static bool gradients_of_scores(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
   const int64_t width = k.width;
   if (has_grid(p) && read_grid(p, k, from, n, w.grid, w.grid_rows) == Sight::nothing) return false;
@@ -61,7 +61,7 @@ static bool gradients_of_scores(const Problem &p, const Block &k, const Backward
   for (int64_t j = 0; j < n; j++)
     for (int64_t r = 0; r < width; r += LANES) {
       float *P = w.P + j * width + r, *dS = w.dS + j * width + r;
-      vec weight = exp2(load(P) - load(w.lse + r)), dW = load(dS);
+      vec weight = exp(load(P) - load(w.lse + r)), dW = load(dS);
       if (p.dropout.on) {
         ivec keep = kept(p, k, from + j, r);
         dW = keep ? dW * splat(p.dropout.factor) : splat(0);
@@ -84,7 +84,7 @@ static size_t backward_partial(const Problem *p) { return p->S * (padded(p->E) +
 
 static void write_key(const Problem &p, int64_t head, int64_t j, const float *sums) {
   const int64_t b = head / p.Hkv, kv = head % p.Hkv;
-  write_row(p.gradient.key, p.dtype, at(p.gradient.key, b, kv, j), p.E, LN2, sums); // the query was read in log2 units
+  write_row(p.gradient.key, p.dtype, at(p.gradient.key, b, kv, j), p.E, 1, sums); // the query was read times scale
   write_row(p.gradient.value, p.dtype, at(p.gradient.value, b, kv, j), p.Ev, 1, sums + padded(p.E));
 }
 

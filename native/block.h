@@ -112,16 +112,16 @@ INLINE float bias_at(const Problem &p, int64_t offset) {
   return p.mask.bias_dtype == Dtype::bf16 ? from_bf16(h) : from_f16(h);
 }
 
-// One row of what `visible` and the bias add to the scores: -inf where hidden. In units of log2.
+// One row of what `visible` and the bias add to the scores: -inf where hidden.
 static void grid_row(const Problem &p, const Block &k, int64_t r, int64_t from, int64_t n, float *to) {
   const Grid &v = p.mask.visible, &a = p.mask.bias;
   if (a.data) {
     int64_t o = k.b * a.batch + k.head[r] * a.head + k.query[r] * a.query + from * a.key;
     if (p.mask.bias_dtype == Dtype::f32 && a.key == 1) {
       const float *s = (const float *)a.data + o;
-      for (int64_t j = 0; j < n; j++) to[j] = s[j] * LOG2E;
+      for (int64_t j = 0; j < n; j++) to[j] = s[j];
     } else
-      for (int64_t j = 0; j < n; j++) to[j] = bias_at(p, o + j * a.key) * LOG2E;
+      for (int64_t j = 0; j < n; j++) to[j] = bias_at(p, o + j * a.key);
   } else
     for (int64_t j = 0; j < n; j++) to[j] = 0;
   if (v.data) {

@@ -16,11 +16,11 @@ struct Arena {
   }
 };
 
-// What a block's rows have gathered over the keys so far. Scores are in units of log2; sums are relative to `top`.
+// What a block's rows have gathered over the keys so far. Sums are relative to `top`.
 struct Sums {
   float *context;           // [ROWS][Ev padded], or turned where products go by pairs
-  float *top, *sum;         // [ROWS]: the largest score, the sum of 2^(score - top)
-  float *surprise, *far;    // [ROWS]: sums of 2^(score - top) times (score - top), and times the distance
+  float *top, *sum;         // [ROWS]: the largest score, the sum of e^(score - top)
+  float *surprise, *far;    // [ROWS]: sums of e^(score - top) times (score - top), and times the distance
   float *mass;              // [groups][ROWS]
   float *best, *best_key;   // [top k][ROWS]: the largest scores and (int32) their keys
   float *at;                // [offsets][ROWS]: scores at fixed distances
@@ -111,7 +111,7 @@ static void by_words(const Problem &, const Block &k, const View &v, int64_t fro
 static void scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
   if (w.pairs) {
     by_words(p, k, p.key, from, n, p.E, w.query_pairs, P);
-    const vec scale = splat(p.scale * LOG2E);
+    const vec scale = splat(p.scale);
     for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * scale);
     return;
   }
@@ -121,7 +121,7 @@ static void scores(const Problem &p, const Block &k, const Room &w, int64_t from
 
 // The block's queries: times scale and turned, or as pairs.
 static void read_queries(const Problem &p, const Block &k, const Room &w) {
-  read_rows(p, k, p.query, p.E, w.pairs ? 1 : p.scale * LOG2E, w.rows, padded(p.E), w.query);
+  read_rows(p, k, p.query, p.E, w.pairs ? 1 : p.scale, w.rows, padded(p.E), w.query);
   Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
   if (w.pairs) pairs_of(w.query, p.E, k.width, w.query_pairs);
 }
@@ -138,7 +138,7 @@ static bool masked_scores(const Problem &p, const Block &k, const Room &w, int64
   return true;
 }
 
-// P becomes 2^(P - top), for N vectors of rows; sums go on, alpha is what earlier sums were multiplied by.
+// P becomes e^(P - top), for N vectors of rows; sums go on, alpha is what earlier sums were multiplied by.
 template <int N, bool SURPRISE, bool FAR>
 static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float shift, float *P, const Sums &s, float *alpha) {
   const int64_t width = k.width;
@@ -152,15 +152,15 @@ static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float 
     UNROLL for (int c = 0; c < N; c++) top[c] = vmax(load(P + j * width + c * LANES), top[c]);
   UNROLL for (int c = 0; c < N; c++) {
     store(s.top + row + c * LANES, top[c]);
-    top[c] = top[c] == splat(-INF) ? splat(0) : top[c]; // nothing seen yet: 2^(-inf - 0) = 0
+    top[c] = top[c] == splat(-INF) ? splat(0) : top[c]; // nothing seen yet: e^(-inf - 0) = 0
   }
   for (int64_t j = 0; j < n; j++)
     UNROLL for (int c = 0; c < N; c++) {
       float *at = P + j * width + c * LANES;
-      vec x = load(at) - top[c], weight = exp2(x);
+      vec x = load(at) - top[c], weight = exp(x);
       store(at, weight);
       sum[c] += weight;
-      if (SURPRISE) surprise[c] += weight * vmax(x, splat(-127.f)); // 0 * -inf is NaN
+      if (SURPRISE) surprise[c] += weight * vmax(x, splat(-88.f)); // 0 * -inf is NaN
       if (FAR) {
         vec apart = place[c] - splat((float)j);
         far[c] += weight * vmax(apart, -apart);
@@ -168,7 +168,7 @@ static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float 
     }
   UNROLL for (int c = 0; c < N; c++) {
     const int64_t r = row + c * LANES;
-    vec fall = old[c] - top[c], factor = exp2(fall), before = load(s.sum + r);
+    vec fall = old[c] - top[c], factor = exp(fall), before = load(s.sum + r);
     store(alpha + r, factor);
     if (SURPRISE) {
       fall = old[c] == splat(-INF) ? splat(0) : fall;
@@ -327,9 +327,9 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
     float *context = s.context + r * padded(p.Ev);
     if (dead) memset(context, 0, p.Ev * 4);
     write_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, dead ? 1 : inverse[r], context);
-    const float log_sum = dead ? 0 : __builtin_log2f(s.sum[r]);
-    if (seen.lse) seen.lse[i] = dead ? -INF : (s.top[r] + log_sum) * LN2;
-    if (seen.entropy) seen.entropy[i] = dead ? 0 : (log_sum - s.surprise[r] * inverse[r]) * LN2;
+    const float log_sum = dead ? 0 : __builtin_logf(s.sum[r]);
+    if (seen.lse) seen.lse[i] = dead ? -INF : s.top[r] + log_sum;
+    if (seen.entropy) seen.entropy[i] = dead ? 0 : log_sum - s.surprise[r] * inverse[r];
     if (seen.max_weight) seen.max_weight[i] = inverse[r];
     if (seen.distance) seen.distance[i] = dead ? 0 : s.far[r] * inverse[r];
     for (int64_t g = 0; g < seen.groups; g++)
@@ -340,7 +340,7 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
       for (int64_t r = 0; r < k.width; r += LANES) {
         float weight[LANES];
         vec top = load(s.top + r), x = load(at + t * ROWS + r) - (top == splat(-INF) ? splat(0) : top);
-        store(weight, exp2(x) * load(inverse + r));
+        store(weight, exp(x) * load(inverse + r));
         for (int64_t i = r; i < min(r + LANES, k.count); i++)
           to[k.row(p, i) * count + t] = inverse[i] == 0 ? 0 : weight[i - r];
       }
@@ -362,13 +362,13 @@ static void received_of(const Problem &p, const Block &k, const Room &w, const S
     if (strip) {
       const float *then = w.tops + (j - k.from) / KEYS * ROWS; // what the weights are relative to
       for (int64_t r = 0; r < k.width; r += LANES)
-        store(factor + r, exp2(load(then + r) - load(top + r)) * load(w.inverse + r));
+        store(factor + r, exp(load(then + r) - load(top + r)) * load(w.inverse + r));
     } else {
       if (!masked_scores(p, k, w, j, n, P)) continue;
       for (int64_t i = 0; i < n; i++)
         for (int64_t r = 0; r < k.width; r += LANES) {
           float *x = P + i * k.width + r;
-          store(x, exp2(load(x) - load(top + r)));
+          store(x, exp(load(x) - load(top + r)));
         }
       memcpy(factor, w.inverse, sizeof factor);
     }
@@ -453,12 +453,12 @@ static void forward_merge(const Problem *problem, float *scratch, int64_t head) 
     Sums s(p, own);
     for (int64_t r = 0; r < k.width; r += LANES) {
       const vec a = load(all.top + r), b = load(s.top + r), top = vmax(a, b), known = top == splat(-INF) ? splat(0) : top;
-      const vec fall_a = a - known, fall_b = b - known, x = exp2(fall_a), y = exp2(fall_b);
+      const vec fall_a = a - known, fall_b = b - known, x = exp(fall_a), y = exp(fall_b);
       const vec sum_a = load(all.sum + r), sum_b = load(s.sum + r);
       store(all.top + r, top);
       store(all.sum + r, x * sum_a + y * sum_b);
-      store(all.surprise + r, x * (load(all.surprise + r) + vmax(fall_a, splat(-127)) * sum_a) +
-                                  y * (load(s.surprise + r) + vmax(fall_b, splat(-127)) * sum_b));
+      store(all.surprise + r, x * (load(all.surprise + r) + vmax(fall_a, splat(-88)) * sum_a) +
+                                  y * (load(s.surprise + r) + vmax(fall_b, splat(-88)) * sum_b));
       store(all.far + r, x * load(all.far + r) + y * load(s.far + r));
       for (int64_t g = 0; g < p.seen.groups; g++)
         store(all.mass + g * ROWS + r, x * load(all.mass + g * ROWS + r) + y * load(s.mass + g * ROWS + r));
@@ -503,7 +503,7 @@ static void received(const Problem *problem, float *scratch, int64_t task) {
   read_queries(p, k, w);
   float lse[ROWS], alive[ROWS];
   for (int64_t r = 0; r < k.width; r++) {
-    lse[r] = r < k.count ? p.seen.lse[k.row(p, r)] * LOG2E : -INF;
+    lse[r] = r < k.count ? p.seen.lse[k.row(p, r)] : -INF;
     alive[r] = lse[r] == -INF ? 0 : 1;
     if (lse[r] == -INF) lse[r] = 0;
   }
@@ -513,7 +513,7 @@ static void received(const Problem *problem, float *scratch, int64_t task) {
     for (int64_t i = 0; i < n; i++)
       for (int64_t r = 0; r < k.width; r += LANES) {
         float *x = w.P + i * k.width + r;
-        store(x, exp2(load(x) - load(lse + r)));
+        store(x, exp(load(x) - load(lse + r)));
       }
     add_received(p, k, j, n, w.P, alive, to);
   }

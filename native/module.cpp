@@ -33,7 +33,8 @@ struct Array : nb::dlpack::dltensor {
 
 View view(nb::handle tensor) {
   Array a(tensor);
-  if (a.ndim != 4 || (a.shape[3] > 1 && a.strides[3] != 1)) throw nb::value_error("expected (B, H, rows, features), features side by side");
+  const bool empty = a.ndim == 4 && (!a.shape[0] || !a.shape[1] || !a.shape[2]);
+  if (a.ndim != 4 || (!empty && a.shape[3] > 1 && a.strides[3] != 1)) throw nb::value_error("expected (B, H, rows, features), features side by side");
   return {a.start(), a.step(0), a.step(1), a.step(2)};
 }
 

@@ -30,7 +30,6 @@ typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alia
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 const float INF = __builtin_inff();
-const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 INLINE vec splat(float x) { return x - vec{}; }
 INLINE ivec isplat(int32_t x) { return x - ivec{}; }
@@ -61,10 +60,11 @@ INLINE bool any(ivec mask) {
 #endif
 }
 
-// 2^x for x <= 0; below 2^-126 it is 0, NaN stays NaN. Within 1 unit in the last place, and 2^0 is exactly 1.
-// (2^r - 1) / r by a Chebyshev fit of degree 5 on [-1/2, 1/2]; needs IEEE rules: no -ffast-math.
-INLINE vec exp2(vec x) {
+// e^x for x <= 0; below 2^-126 it is 0, NaN stays NaN, and e^0 is exactly 1.
+// e^x = 2^(n + r), and (2^r - 1) / r by a Chebyshev fit of degree 5 on [-1/2, 1/2]. Needs IEEE rules: no -ffast-math.
+INLINE vec exp(vec x) {
   const vec least = splat(-126.f);
+  x = x * splat(1.44269504f);
   vec y = x < least ? least : x;
 #if defined(__AVX512F__)
   vec n = (vec)_mm512_roundscale_ps((__m512)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -93,7 +93,7 @@ class Piece(NamedTuple):
 
 
 def forward(piece: Piece, observe: Observe | None = None) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Context (B, Hq, L, Ev), lse (B, Hq, L), and the statistics asked for; none if something is not finite."""
+    """Context (B, Hq, L, Ev), lse (B, Hq, L), and the statistics asked for; none if weights are not finite."""
     piece = piece.packed()
     query, key, value = piece.query, piece.key, piece.value
     B, H, L, _ = query.shape
@@ -107,8 +107,12 @@ def forward(piece: Piece, observe: Observe | None = None) -> tuple[Tensor, Tenso
         return context, lse, {} if room is None or observe is None else room.found(lse, observe)
     finite, aside = set_aside(piece.as_request())
     piece = piece.of(finite).packed()
-    kernels.forward(piece.query, piece.key, piece.value, context, lse, *piece.rest(), True, None)
-    return context if aside is None else aside.restore(context), lse, {}
+    kernels.forward(piece.query, piece.key, piece.value, context, lse, *piece.rest(), True, seen)
+    if aside is not None:
+        context = aside.restore(context)
+        if bool(aside.spoilt(values=False).any()):
+            return context, lse, {}
+    return context, lse, {} if room is None or observe is None else room.found(lse, observe)
 
 
 def backward(

@@ -51,13 +51,13 @@ class SetAside:
             return own | pairs.any(dim=-1)
         return (own & visible.any(dim=-1)) | (pairs & visible).any(dim=-1)
 
-    def spoilt(self) -> Tensor:
-        """Bool (B, Hq, L): queries that are non-finite, or see something non-finite."""
+    def spoilt(self, *, values: bool = True) -> Tensor:
+        """Bool (B, Hq, L): queries that are non-finite, or see a non-finite key, bias or (if `values`) value."""
         request = self.original
         if request.mask is None and request.attn_bias is None:  # every query sees every key
-            by_head = (self.key | self.value).any(dim=-1, keepdim=True)
+            by_head = (self.key | self.value if values else self.key).any(dim=-1, keepdim=True)
             return self.query | by_head.repeat_interleave(request.group, dim=1)
-        return assemble((tile, self.sees(tile, values=True)) for tile in tiles(request))
+        return assemble((tile, self.sees(tile, values=values)) for tile in tiles(request))
 
     def restore(self, context: Tensor) -> Tensor:
         """The context with NaN in every row that must have it."""
