@@ -31,7 +31,7 @@ test-all: $(VENV)/.dev  ## all tests, three-wise instead of pairwise, and 2,000 
 test-sanitize: $(VENV)/.dev  ## SANITIZE_TESTS with the kernels under AddressSanitizer and UBSan
 	@$(SANITIZED_INSTALL)
 	@LD_PRELOAD="$(ASAN) $$($(COMPILER) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 $(SANITIZED)/bin/python -m pytest -q $(SANITIZE_TESTS)
+		UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 $(SANITIZED)/bin/python -m pytest -q --capture=sys $(SANITIZE_TESTS)
 
 conformance: $(VENV)/.dev  ## every case on every path: a table of the worst errors, beside torch's
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m conformance_report
