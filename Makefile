@@ -79,18 +79,18 @@ INPUTS += again
 endif
 endif
 
-LOG     := build/install.log
-INSTALL  = mkdir -p build; install() { \
-	$(PIP) --verbose --no-build-isolation --editable "$$1" >$(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }; }; install
+LOG      := build/install.log
+install  = mkdir -p build; $(PIP) --verbose --no-build-isolation --editable '$(1)' >$(LOG) 2>&1 || { \
+	tail -n 20 $(LOG); exit 1; }
 
 $(VENV)/.demo: $(VENV)/.tools $(INPUTS)
 	@echo "Installing clearhead, torch and a small trained model into $(VENV); the first time takes a minute or more ..."
-	@$(INSTALL) '.[demo]'
+	@$(call install,.[demo])
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.tools $(INPUTS)
 	@echo "Installing clearhead with its development tools into $(VENV); the first time takes a minute or more ..."
-	@$(INSTALL) '.[dev]'
+	@$(call install,.[dev])
 	@touch $@ $(VENV)/.demo
 
 LACKING = ls src/clearhead/_native*.so >/dev/null 2>&1 || { \
