@@ -11,7 +11,6 @@
 #include <pthread.h>
 #endif
 #if defined(__x86_64__) && defined(__linux__)
-#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -42,51 +41,45 @@ KERNELS(generic)
 
 namespace {
 
-// Tiles of matrices: the processor has them, and the system lets this process use their registers.
-bool has_amx() {
-#if defined(__x86_64__) && defined(__linux__)
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 22 & 1)) return false; // AMX-TILE, AMX-BF16
-  const long ask_for = 0x1023, tile_data = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, ask_for, tile_data) == 0;
-#else
-  return false;
+#if defined(__x86_64__)
+#define HAS(feature) __builtin_cpu_supports(feature)
+bool v3() { return HAS("avx2") && HAS("fma") && HAS("f16c") && HAS("bmi") && HAS("bmi2") && HAS("lzcnt"); }
+bool v4() { return v3() && HAS("avx512f") && HAS("avx512bw") && HAS("avx512cd") && HAS("avx512dq") && HAS("avx512vl"); }
 #endif
+
+std::vector<const Kernels *> find() {
+  std::vector<const Kernels *> found;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
+#if defined(HAVE_ISA_AMX) && defined(__linux__)
+  // Linux gives the registers of tiles to processes that ask for them: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
+  if (v4() && HAS("avx512bf16") && HAS("amx-tile") && HAS("amx-bf16") && !syscall(SYS_arch_prctl, 0x1023, 18))
+    found.push_back(&kernels_amx);
+#endif
+#if defined(HAVE_ISA_AVX512BF16)
+  if (v4() && HAS("avx512bf16")) found.push_back(&kernels_avx512bf16);
+#endif
+#if defined(HAVE_ISA_AVX512)
+  if (v4()) found.push_back(&kernels_avx512);
+#endif
+#if defined(HAVE_ISA_AVX2)
+  if (v3()) found.push_back(&kernels_avx2);
+#endif
+#if defined(HAVE_ISA_BASELINE)
+  found.push_back(&kernels_baseline);
+#endif
+#if defined(HAVE_ISA_NEON)
+  found.push_back(&kernels_neon);
+#endif
+#if defined(HAVE_ISA_GENERIC)
+  found.push_back(&kernels_generic);
+#endif
+  return found;
 }
 
 const std::vector<const Kernels *> &usable() {
-  static const std::vector<const Kernels *> found = [] {
-    std::vector<const Kernels *> list;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    (void)v4, (void)v3;
-#if defined(HAVE_ISA_AMX)
-    if (v4 && has_amx()) list.push_back(&kernels_amx);
-#endif
-#if defined(HAVE_ISA_AVX512BF16)
-    if (v4 && __builtin_cpu_supports("avx512bf16")) list.push_back(&kernels_avx512bf16);
-#endif
-#if defined(HAVE_ISA_AVX512)
-    if (v4) list.push_back(&kernels_avx512);
-#endif
-#if defined(HAVE_ISA_AVX2)
-    if (v3) list.push_back(&kernels_avx2);
-#endif
-#endif
-#if defined(HAVE_ISA_BASELINE)
-    list.push_back(&kernels_baseline);
-#endif
-#if defined(HAVE_ISA_NEON)
-    list.push_back(&kernels_neon);
-#endif
-#if defined(HAVE_ISA_GENERIC)
-    list.push_back(&kernels_generic);
-#endif
-    return list;
-  }();
+  static const std::vector<const Kernels *> found = find();
   return found;
 }
 
