@@ -34,8 +34,9 @@ check: $(VENV)/.dev  ## style, types, import order
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-bench: $(VENV)/.dev  ## ratios against torch, measured side by side
-	@$(BIN)/python -m benchmarks.run
+bench: $(VENV)/.bench  ## ratios against torch and others, side by side; ROWS=dense,decode runs a part; 10 minutes
+	@$(BIN)/python -m benchmarks.run $(if $(ROWS),--rows $(ROWS)) $(if $(QUICK),--quick) \
+		$(if $(MARKDOWN),--markdown $(MARKDOWN))
 
 docs: $(VENV)/.dev  ## the reference of all public names, in build/docs
 	@$(BIN)/python -m pdoc --docformat google --output-directory build/docs clearhead
@@ -65,3 +66,8 @@ $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Installing clearhead with its development tools into $(VENV); this takes a minute or more ..."
 	@$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.bench: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "Installing clearhead with what it is measured against into $(VENV); this takes a minute or more ..."
+	@$(PIP) --editable '.[bench]'
+	@touch $@
