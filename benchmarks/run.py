@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -63,6 +64,8 @@ def main(
     if not out.is_terminal:
         out = Console(width=190)
     selected = chosen(all_rows(), rows)
+    if quick:  # one round says nothing about a target
+        seconds, selected = 0.0, [replace(row, target=None) for row in selected]
     if listing:
         for row in selected:
             out.print(Text(f"{row.group:<15} {row.work} | {row.peer}"))
@@ -77,9 +80,10 @@ def main(
         facts |= limits(threads)
         for row in selected:
             progress.update(task, advance=1, description=row.work)
-            for line in lines_of(row, threads, 0.0 if quick else seconds):
+            for line in lines_of(row, threads, seconds):
                 lines.append(line)
-                progress.console.print(Text(brief(line), style="dim"))  # a run that is stopped has shown something
+                # A run that is stopped has shown something.
+                progress.console.print(Text(brief(line), style="dim"), soft_wrap=True)
     facts["load"] = machine.busy(before, machine.load())
     if quick:
         facts["NO MEASUREMENT"] = "one round each, to prove that every row runs"
