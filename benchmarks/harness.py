@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.race import Race, Row
 
-FEWEST, MOST = 5, 201  # rounds
-SAMPLE = 1e-3  # seconds: what is faster is repeated within a sample, so that reading the clock costs nothing
+FEWEST = 5  # rounds
+SAMPLE = 2e-4  # seconds: what is faster is repeated within a round, so that reading the clock costs nothing
 
 
 class DifferentError(AssertionError):
@@ -77,13 +77,13 @@ def times(race: Race, seconds: float) -> Times:
     gc.collect()
     gc.disable()
     try:
-        first = ours(1), theirs(1)  # warms up, and tells how often there is time for a round
+        first = ours(1), theirs(1)  # warms up
         if seconds == 0:
             return Times([first[0]], [first[1]])
         repeats = math.ceil(SAMPLE / min(first))
-        rounds = min(MOST, max(FEWEST, int(seconds / (sum(first) * repeats))))
         found = Times([], [])
-        for _ in range(rounds):
+        end = time.perf_counter() + seconds
+        while len(found.ours) < FEWEST or time.perf_counter() < end:
             found.ours.append(ours(repeats))
             found.theirs.append(theirs(repeats))
     finally:
