@@ -42,8 +42,9 @@ check: $(VENV)/.dev  ## style, types, import order
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-bench: $(VENV)/.dev  ## ratios against torch, measured side by side
-	@$(BIN)/python -m benchmarks.run
+bench: $(VENV)/.bench  ## ratios against torch and others, side by side; ROWS=dense,decode runs a part; 10 minutes
+	@$(BIN)/python -m benchmarks.run $(if $(ROWS),--rows $(ROWS)) $(if $(QUICK),--quick) \
+		$(if $(MARKDOWN),--markdown $(MARKDOWN))
 
 docs: $(VENV)/.dev  ## the reference of all public names, in build/docs
 	@$(BIN)/python -m pdoc --docformat google --output-directory build/docs clearhead
@@ -92,6 +93,11 @@ $(VENV)/.dev: $(VENV)/.tools $(INPUTS)
 	@echo "Installing clearhead with its development tools into $(VENV); the first time takes a minute or more ..."
 	@$(call install,.[dev])
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.bench: $(VENV)/.tools $(INPUTS)
+	@echo "Installing clearhead with what it is measured against into $(VENV); the first time takes a minute or more ..."
+	@$(call install,.[bench])
+	@touch $@
 
 LACKING = ls src/clearhead/_native*.so >/dev/null 2>&1 || { \
 	echo "clearhead runs without its CPU kernels, on plain torch: the same results, slower."; \
