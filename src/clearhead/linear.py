@@ -36,6 +36,9 @@ _race = threading.Lock()
 class Linear(nn.Linear):
     """``nn.Linear``, faster where the processor allows; in all else the same.
 
+    A tool that looks for the very class and no subclass, as ``torch.ao.quantization.quantize_dynamic`` does, finds it
+    after ``layer.__class__ = nn.Linear``.
+
     Shapes:
         (..., in_features) -> (..., out_features).
 
@@ -113,8 +116,7 @@ def _worthwhile(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     inner = input.shape[-1]
     return (
-        input.ndim >= 2
-        and weight.shape[1:] == (inner,)
+        weight.shape[1:] == (inner,)
         and min(input.numel() // inner, *weight.shape) >= SIDE
         # OneDNN reads a bias as if it had no strides.
         and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
