@@ -248,7 +248,9 @@ old_names = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
 class Tagged(torch.Tensor):
-    """A subclass that only wants to be kept."""
+    """A subclass that only its type tells, as those are that hold a quantised or distributed tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
 
 def _autocast(layer, x):
