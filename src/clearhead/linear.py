@@ -103,7 +103,8 @@ def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return output
 
 
-def _available() -> bool:
+def available() -> bool:
+    """Whether this torch carries oneDNN."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -138,7 +139,7 @@ def _decided(product: str) -> float:
     forced = os.environ.get("CLEARHEAD_LINEAR", "")
     if forced not in ("", "torch", "onednn"):
         raise ValueError(f"CLEARHEAD_LINEAR must be torch or onednn, or not set, not {forced!r}.")
-    if forced == "torch" or not _available():
+    if forced == "torch" or not available():
         return float("inf")
     return 0.0 if forced == "onednn" else race(F.linear, _onednn, product)
 
@@ -152,13 +153,16 @@ def race(
     """The time of `ours` as a share of that of `theirs`, on operands laid out as in that product.
 
     The third-best of nine alternating readings against the best: a busy machine delays now one and now the other,
-    and one lucky reading must not decide.
+    and one lucky reading must not decide. Infinite where it is too busy for nine in a tenth of a second.
     """
     a, b = (torch.ones(side, side, dtype=torch.float32, device="cpu") for _ in range(2))
     left, right = {"output": (a, b), "input grad": (a, b.t()), "weight grad": (a.t(), b.t())}[product]
     times: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + 0.1
     with torch.no_grad():
         for _ in range(9):
+            if time.perf_counter() > end:
+                return float("inf")
             for run, readings in zip((theirs, ours), times, strict=True):
                 start = time.perf_counter()
                 run(left, right)
