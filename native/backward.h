@@ -42,7 +42,8 @@ static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
   Scan::rows(p, w.query_rows, padded(p.E), k.count, padded(p.E));
   Scan::rows(p, w.context_rows, padded(p.Ev), k.count, padded(p.Ev));
   for (int64_t r = 0; r < k.width; r++) {
-    w.lse[r] = w.delta[r] = 0;
+    w.lse[r] = INF; // of a dead row all weights are 0
+    w.delta[r] = 0;
     if (k.dead[r]) continue;
     w.lse[r] = p.seen.lse[k.row(p, r)];
     read_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, 1, w.values);

@@ -1,7 +1,9 @@
 // Choice of the instruction set, cutting into tasks, threads. Compiled for any processor of its kind.
 #include "dispatch.h"
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 #if defined(_OPENMP)
@@ -188,6 +190,7 @@ double peak(int64_t threads) {
 bool attend(Problem &p) {
   const Kernels &K = *chosen;
   const int64_t heads = p.B * p.Hkv, rows = p.H / p.Hkv * p.L, threads = threads_for(p, 1);
+  if (!rows && p.seen.received) std::memset(p.seen.received, 0, p.B * p.H * p.S * 4);
   if (!heads || !rows) return true;
   int32_t non_finite = 0;
   if (p.non_finite) p.non_finite = &non_finite;

@@ -72,6 +72,8 @@ Problem problem(nb::handle query, nb::handle key, nb::handle value, nb::handle c
     p.dropout = {true, nb::cast<int32_t>(d[0]), (uint32_t)nb::cast<int64_t>(d[1]), (uint32_t)nb::cast<int64_t>(d[2]), nb::cast<float>(d[3]),
                  nb::cast<int64_t>(d[4]), nb::cast<int64_t>(d[5]), nb::cast<int64_t>(d[6])};
   }
+  if (p.dtype == Dtype::bf16 && p.S > 1 && p.E % 2 == 0 && p.Ev % 2 == 0 && (p.key.row % 2 || p.value.row % 2))
+    throw nb::value_error("rows of bfloat16 must start at whole words");
   p.seen.lse = pointer(lse);
   p.threads = threads;
   p.non_finite = trust ? nullptr : &asked; // the driver puts its own in

@@ -109,7 +109,7 @@ static void matmul_pairs(int64_t, int64_t, int64_t, const float *, int64_t, cons
 // Whether a problem's products go by pairs: rows of whole words, and enough queries for the packing to pay.
 INLINE bool by_pairs(const Problem &p) {
   return HAS_PAIRS && p.dtype == Dtype::bf16 && p.key_splits == 1 && p.E % 2 == 0 && p.Ev % 2 == 0 && p.E > 0 && p.Ev > 0 &&
-         p.key.row % 2 == 0 && p.value.row % 2 == 0 && p.H / p.Hkv * p.L >= 32;
+         p.H / p.Hkv * p.L >= 32;
 }
 
 // Words of a tensor like the key, turned: [n padded][stride], word w of a row holding keys 2w and 2w + 1. Keys are

@@ -62,12 +62,18 @@ def test_versions_are_those_installed():
         ),
         ([0.0] * 3, "onednn", "by oneDNN, as CLEARHEAD_LINEAR says"),
         ([math.inf] * 3, "torch", "by torch, as CLEARHEAD_LINEAR says"),
-        ([math.inf] * 3, "", "by torch, which carries no oneDNN"),
+        (
+            [0.46, math.inf, 1.2],
+            "",
+            "oneDNN in 0.46, inf, 1.20 of torch's time (output, its gradients); taken below 0.85",
+        ),
     ],
 )
 def test_who_multiplies_in_the_projections(monkeypatch, ratios, env, shown):
     monkeypatch.setattr(linear, "_ratios", dict(zip(linear.PRODUCTS, ratios, strict=True)))
     assert facts(run(CLEARHEAD_LINEAR=env))["projections"] == shown
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert facts(run(CLEARHEAD_LINEAR=""))["projections"] == "by torch, which carries no oneDNN"
 
 
 def test_optional_packages_that_are_missing_are_named_with_their_extra(monkeypatch):

@@ -36,6 +36,9 @@ _race = threading.Lock()
 class Linear(nn.Linear):
     """``nn.Linear``, faster where the processor allows; in all else the same.
 
+    A tool that looks for the very class and no subclass, as ``torch.ao.quantization.quantize_dynamic`` does, finds it
+    after ``layer.__class__ = nn.Linear``.
+
     Shapes:
         (..., in_features) -> (..., out_features).
 
@@ -100,7 +103,8 @@ def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return output
 
 
-def _available() -> bool:
+def available() -> bool:
+    """Whether this torch carries oneDNN."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -113,8 +117,7 @@ def _worthwhile(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     inner = input.shape[-1]
     return (
-        input.ndim >= 2
-        and weight.shape[1:] == (inner,)
+        weight.shape[1:] == (inner,)
         and min(input.numel() // inner, *weight.shape) >= SIDE
         # OneDNN reads a bias as if it had no strides.
         and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
@@ -136,7 +139,7 @@ def _decided(product: str) -> float:
     forced = os.environ.get("CLEARHEAD_LINEAR", "")
     if forced not in ("", "torch", "onednn"):
         raise ValueError(f"CLEARHEAD_LINEAR must be torch or onednn, or not set, not {forced!r}.")
-    if forced == "torch" or not _available():
+    if forced == "torch" or not available():
         return float("inf")
     return 0.0 if forced == "onednn" else race(F.linear, _onednn, product)
 
@@ -150,13 +153,16 @@ def race(
     """The time of `ours` as a share of that of `theirs`, on operands laid out as in that product.
 
     The third-best of nine alternating readings against the best: a busy machine delays now one and now the other,
-    and one lucky reading must not decide.
+    and one lucky reading must not decide. Infinite where it is too busy for nine in a tenth of a second.
     """
     a, b = (torch.ones(side, side, dtype=torch.float32, device="cpu") for _ in range(2))
     left, right = {"output": (a, b), "input grad": (a, b.t()), "weight grad": (a.t(), b.t())}[product]
     times: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + 0.1
     with torch.no_grad():
         for _ in range(9):
+            if time.perf_counter() > end:
+                return float("inf")
             for run, readings in zip((theirs, ours), times, strict=True):
                 start = time.perf_counter()
                 run(left, right)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends.native_library import library
-from clearhead.backends.nonfinite import set_aside, visible_to
+from clearhead.backends.nonfinite import SetAside, set_aside, visible_to
 from clearhead.checks import Request
 from clearhead.masks import Mask
 from clearhead.observe import Observe
@@ -93,7 +93,7 @@ class Piece(NamedTuple):
 
 
 def forward(piece: Piece, observe: Observe | None = None) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Context (B, Hq, L, Ev), lse (B, Hq, L), and the statistics asked for; none if weights are not finite."""
+    """Context (B, Hq, L, Ev), lse (B, Hq, L), and statistics that were asked for."""
     piece = piece.packed()
     query, key, value = piece.query, piece.key, piece.value
     B, H, L, _ = query.shape
@@ -110,9 +110,10 @@ def forward(piece: Piece, observe: Observe | None = None) -> tuple[Tensor, Tenso
     kernels.forward(piece.query, piece.key, piece.value, context, lse, *piece.rest(), True, seen)
     if aside is not None:
         context = aside.restore(context)
-        if bool(aside.spoilt(values=False).any()):
-            return context, lse, {}
-    return context, lse, {} if room is None or observe is None else room.found(lse, observe)
+    if room is None or observe is None:
+        return context, lse, {}
+    found = room.found(lse, observe)
+    return context, lse, found if aside is None else _spoil(found, aside)
 
 
 def backward(
@@ -152,7 +153,7 @@ def _backward_of_non_finite(
     kernels.backward(piece.query, piece.key, piece.value, *given, *rest, *wanted)
     dquery.masked_fill_((spoilt | broken)[..., None], torch.nan)
     if bool(broken.any()):
-        reached = visible_to(request, broken)
+        reached = visible_to(request, broken).unflatten(1, (-1, request.group)).any(dim=2)
         for grad in (dkey, dvalue):
             grad.masked_fill_(reached[..., None], torch.nan)
         if dbias is not None:
@@ -161,8 +162,11 @@ def _backward_of_non_finite(
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """The tensor with its features side by side."""
-    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
+    """The tensor with its features side by side, and half-precision rows at whole words."""
+    *_, row, feature = tensor.stride()
+    if (feature == 1 or tensor.shape[3] == 1) and (row % 2 == 0 or tensor.element_size() != 2):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 # -- statistics of the same pass -------------------------------------------------------------------------------
@@ -235,6 +239,22 @@ def _room(query: Tensor, key: Tensor, observe: Observe) -> _Room | None:
     if "top weights" in fields:
         fields["top keys"] = torch.empty_like(fields["top weights"], dtype=torch.int32)
     return _Room(fields, groups, offsets)
+
+
+def _spoil(found: dict[str, Any], aside: SetAside) -> dict[str, Any]:
+    """NaN where the weights are; what depends on single weights is left for plain torch to find."""
+    rows = aside.spoilt(values=False)
+    if not bool(rows.any()):
+        return found
+    found = {name: value for name, value in found.items() if name not in ("top_k", "offsets")}
+    for name, value in found.items():
+        if name == "received":
+            found[name] = value.masked_fill(visible_to(aside.original, rows), torch.nan)
+        elif name == "mass":
+            found[name] = {group: part.masked_fill(rows, torch.nan) for group, part in value.items()}
+        else:
+            found[name] = value.masked_fill(rows, torch.nan)
+    return found
 
 
 # -- parts as a mask again -------------------------------------------------------------------------------------

@@ -86,15 +86,13 @@ def set_aside(request: Request) -> tuple[Request, SetAside | None]:
 
 
 def visible_to(request: Request, queries: Tensor) -> Tensor:
-    """Bool (B, Hkv, S): keys that some of these queries, bool (B, Hq, L), may see."""
+    """Bool (B, Hq, S): keys that some of these queries, bool (B, Hq, L), may see."""
     B, H, _, S = request.sizes
-    found = torch.zeros(B, H // request.group, S, dtype=torch.bool, device=queries.device)
+    found = torch.zeros(B, H, S, dtype=torch.bool, device=queries.device)
     for tile in tiles(request):
         rows = queries[tile.batch, :, tile.queries, None]
         visible = visible_tile(request, tile)
-        seen = (rows if visible is None else rows & visible).any(dim=2)
-        by_head = seen.unflatten(1, (-1, request.group)).any(dim=2)
-        found[tile.batch, :, tile.keys] |= by_head
+        found[tile.batch, :, tile.keys] |= (rows if visible is None else rows & visible).any(dim=2)
     return found
 
 

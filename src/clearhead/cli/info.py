@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 from importlib import metadata
@@ -17,7 +16,7 @@ from clearhead.backends import BACKENDS
 from clearhead.backends.native_library import library, why_missing
 from clearhead.checks import Request, check
 from clearhead.cli.terminal import console, one_line_errors
-from clearhead.linear import MARGIN, PRODUCTS, ratio
+from clearhead.linear import MARGIN, PRODUCTS, available, ratio
 from clearhead.masks import Causal, KeyPadding
 from clearhead.view.text import visible_text
 
@@ -71,12 +70,12 @@ def _machine() -> dict[str, str]:
 
 def _projections() -> str:
     ratios = [ratio(product) for product in PRODUCTS]
-    if 0 < sum(ratios) < math.inf:
-        shares = ", ".join(f"{share:.2f}" for share in ratios)
-        return f"oneDNN in {shares} of torch's time (output, its gradients); taken below {MARGIN}"
-    taken = "oneDNN" if sum(ratios) == 0 else "torch"
-    forced = os.environ.get("CLEARHEAD_LINEAR")
-    return f"by {taken}, as CLEARHEAD_LINEAR says" if forced else f"by {taken}, which carries no oneDNN"
+    if os.environ.get("CLEARHEAD_LINEAR"):
+        return f"by {'oneDNN' if ratios[0] < MARGIN else 'torch'}, as CLEARHEAD_LINEAR says"
+    if not available():
+        return "by torch, which carries no oneDNN"
+    shares = ", ".join(f"{share:.2f}" for share in ratios)
+    return f"oneDNN in {shares} of torch's time (output, its gradients); taken below {MARGIN}"
 
 
 def _kernels() -> str:
