@@ -54,7 +54,7 @@ static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
 // P = the kept weights and dS = the gradient of the scores, [key][row]; false: all hidden.
 static bool gradients_of_scores(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
   const int64_t width = k.width;
-  if (has_grid(p) && read_grid(p, k, from, n, w.grid, w.grid_rows) == Sight::nothing) return false;
+  if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
   matmul<false>(n, width / LANES, p.E, K.data, K.stride, w.query, width, w.P, width, false);
   hide(k, from, n, has_grid(p) ? w.grid : nullptr, w.P);
   Matrix V = rows_of(p.value, p.dtype, at(p.value, k.b, k.kv, from), n, p.Ev, 1, w.values);
@@ -103,7 +103,7 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
     begin(p, k, head, block);
     read_block(p, k, w);
     scan.keys(p, k, k.from, k.to);
-    if (Scan::hopeless(p)) return;
+    if (hopeless(p)) return;
     memset(w.dquery, 0, ROWS * wide * 4);
     for (int64_t j = k.from; j < k.to; j += BACKWARD_KEYS) {
       const int64_t n = min(BACKWARD_KEYS, k.to - j);

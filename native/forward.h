@@ -76,12 +76,9 @@ struct Room {
   }
 };
 
-// Inputs that a task has found finite; a NaN or infinity that a query could see is for the caller to deal with.
+// Keys that a task has found finite.
 struct Scan {
   int64_t from = 0, to = 0;
-
-  static void report(const Problem &p) { __atomic_store_n(p.non_finite, 1, __ATOMIC_RELAXED); }
-  static bool hopeless(const Problem &p) { return p.non_finite && __atomic_load_n(p.non_finite, __ATOMIC_RELAXED); }
 
   void keys(const Problem &p, const Block &k, int64_t start, int64_t stop) {
     if (!p.non_finite || start >= stop) return;
@@ -128,11 +125,7 @@ static void read_queries(const Problem &p, const Block &k, const Room &w) {
 
 // Scores of n keys, hidden ones -inf; false if the grid hides them all.
 static bool masked_scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
-  if (has_grid(p)) {
-    Sight sight = read_grid(p, k, from, n, w.grid, w.grid_rows);
-    if (sight == Sight::non_finite && p.non_finite) Scan::report(p);
-    if (sight == Sight::nothing) return false;
-  }
+  if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
   scores(p, k, w, from, n, P);
   hide(k, from, n, has_grid(p) ? w.grid : nullptr, P);
   return true;
@@ -404,7 +397,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     s.clear(p, k);
     const int64_t from = max(k.from, run * p.key_run), to = min(k.to, (run + 1) * p.key_run);
     read_queries(p, k, w);
-    for (int64_t j = from; j < to && !Scan::hopeless(p); j += KEYS) {
+    for (int64_t j = from; j < to && !hopeless(p); j += KEYS) {
       if (p.non_finite) scan.check(p, k, j, min(j + KEYS, to)); // while they are in the cache
       gather(p, k, w, s, j, min(j + KEYS, to), false);
     }
@@ -424,7 +417,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     s.clear(p, k);
     read_queries(p, k, w);
     scan.keys(p, k, k.from, k.to);
-    if (Scan::hopeless(p)) break;
+    if (hopeless(p)) break;
     const bool strip = received && k.to - k.from <= STRIP;
     gather(p, k, w, s, k.from, k.to, strip);
     if (w.pairs) { // the rows' contexts, no longer turned, in the room of the values

@@ -144,7 +144,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("set_aside", "look"):
         monkeypatch.setattr(ch.functional, name, work)
     for backend in ch.backends.BACKENDS.values():
-        monkeypatch.setattr(type(backend), "run", work)
+        monkeypatch.setattr(type(backend), "see", work)
 
 
 @pytest.mark.parametrize(("wrong", "kind", "message"), WRONG.values(), ids=WRONG.keys())
