@@ -51,13 +51,13 @@ struct Sums {
 struct Room {
   float *rows, *query; // [ROWS][E padded], [E][width]
   float *P, *grid, *grid_rows, *kept, *keys, *values;
-  float *alpha, *inverse, *tops;  // [ROWS], [ROWS], [STRIP / KEYS][ROWS]
+  float *alpha, *inverse, *tops;  // [ROWS], [ROWS], [blocks of keys in a strip][ROWS]
   float *query_pairs, *P_pairs;   // [E / 2][width], [KEYS / 2][width]
   bool pairs;
   Turned turned_values;
 
   Room(const Problem &p, Arena &a) {
-    const int64_t n = min(KEYS, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
+    const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
     rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
     P = a.take(strip * ROWS);
@@ -68,7 +68,7 @@ struct Room {
     values = a.take(max(n, ROWS) * padded(p.Ev));
     alpha = a.take(ROWS);
     inverse = a.take(ROWS);
-    tops = a.take(p.seen.received ? STRIP / KEYS * ROWS : 0);
+    tops = a.take(p.seen.received ? STRIP / once * ROWS : 0);
     pairs = by_pairs(p);
     query_pairs = a.take(pairs ? p.E / 2 * ROWS : 0);
     P_pairs = a.take(pairs ? KEYS / 2 * ROWS : 0);
@@ -285,8 +285,9 @@ static void add_context_by_pairs(const Problem &p, const Block &k, Room &w, cons
 
 // Keys [from, to) into the block's sums. With `strip` the weights stay in P, block after block.
 static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t from, int64_t to, bool strip) {
-  for (int64_t j = from; j < to; j += KEYS) {
-    const int64_t n = min(KEYS, to - j), step = (j - from) / KEYS;
+  const int64_t once = keys_at_once(p);
+  for (int64_t j = from; j < to; j += once) {
+    const int64_t n = min(once, to - j), step = (j - from) / once;
     float *P = strip ? w.P + (j - from) * k.width : w.P;
     if (!masked_scores(p, k, w, j, n, P)) {
       if (strip) {
@@ -320,7 +321,7 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
     float *context = s.context + r * padded(p.Ev);
     if (dead) memset(context, 0, p.Ev * 4);
     write_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, dead ? 1 : inverse[r], context);
-    const float log_sum = dead ? 0 : __builtin_logf(s.sum[r]);
+    const float log_sum = dead || !(seen.lse || seen.entropy) ? 0 : __builtin_logf(s.sum[r]);
     if (seen.lse) seen.lse[i] = dead ? -INF : s.top[r] + log_sum;
     if (seen.entropy) seen.entropy[i] = dead ? 0 : log_sum - s.surprise[r] * inverse[r];
     if (seen.max_weight) seen.max_weight[i] = inverse[r];
@@ -349,11 +350,12 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
 static void received_of(const Problem &p, const Block &k, const Room &w, const Sums &s, bool strip, float *received) {
   float top[ROWS], factor[ROWS];
   for (int64_t r = 0; r < k.width; r++) top[r] = s.top[r] == -INF ? 0 : s.top[r];
-  for (int64_t j = k.from; j < k.to; j += KEYS) {
-    const int64_t n = min(KEYS, k.to - j);
+  const int64_t once = keys_at_once(p);
+  for (int64_t j = k.from; j < k.to; j += once) {
+    const int64_t n = min(once, k.to - j);
     float *P = strip ? w.P + (j - k.from) * k.width : w.P;
     if (strip) {
-      const float *then = w.tops + (j - k.from) / KEYS * ROWS; // what the weights are relative to
+      const float *then = w.tops + (j - k.from) / once * ROWS; // what the weights are relative to
       for (int64_t r = 0; r < k.width; r += LANES)
         store(factor + r, exp(load(then + r) - load(top + r)) * load(w.inverse + r));
     } else {
@@ -500,8 +502,9 @@ static void received(const Problem *problem, float *scratch, int64_t task) {
     alive[r] = lse[r] == -INF ? 0 : 1;
     if (lse[r] == -INF) lse[r] = 0;
   }
-  for (int64_t j = max(k.from, start); j < min(k.to, stop); j += KEYS) {
-    const int64_t n = min(KEYS, min(k.to, stop) - j);
+  const int64_t once = keys_at_once(p);
+  for (int64_t j = max(k.from, start); j < min(k.to, stop); j += once) {
+    const int64_t n = min(once, min(k.to, stop) - j);
     if (!masked_scores(p, k, w, j, n, w.P)) continue;
     for (int64_t i = 0; i < n; i++)
       for (int64_t r = 0; r < k.width; r += LANES) {

@@ -112,6 +112,9 @@ INLINE bool by_pairs(const Problem &p) {
          p.H / p.Hkv * p.L >= 32;
 }
 
+// Keys at a time: their weights and values stay in the first cache. Pairs take more, as adding to C costs them more.
+INLINE int64_t keys_at_once(const Problem &p) { return by_pairs(p) ? KEYS : 64; }
+
 // Words of a tensor like the key, turned: [n padded][stride], word w of a row holding keys 2w and 2w + 1. Keys are
 // read as blocks come to them; from the last key on there are zeros.
 struct Turned {

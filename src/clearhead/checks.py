@@ -63,8 +63,13 @@ class Request:
     @property
     def needs_grad(self) -> bool:
         """Whether autograd will want to come back through this call."""
-        tensors = (self.query, self.key, self.value, self.attn_bias)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        bias = self.attn_bias
+        return torch.is_grad_enabled() and (
+            self.query.requires_grad
+            or self.key.requires_grad
+            or self.value.requires_grad
+            or (bias is not None and bias.requires_grad)
+        )
 
     def on(self, tensors: Sequence[Tensor], attn_bias: Tensor | None) -> Request:
         """The same call on another query, key, value and bias of the same shapes."""

@@ -39,6 +39,9 @@ class Parts(NamedTuple):
     visible: Tensor | None = None
 
 
+EVERYTHING = Parts()
+
+
 class Piece(NamedTuple):
     """What the kernels work on: a whole request, or a tile of one.
 
@@ -92,24 +95,29 @@ class Piece(NamedTuple):
         return (threshold, *self.seed.tolist(), factor, *self.origin)
 
 
-def forward(piece: Piece, observe: Observe | None = None) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Context (B, Hq, L, Ev), lse (B, Hq, L), and statistics that were asked for."""
-    piece = piece.packed()
+def forward(
+    piece: Piece, observe: Observe | None = None, *, need_lse: bool = True
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """Context (B, Hq, L, Ev), lse (B, Hq, L) if needed or seen on the way, and statistics that were asked for."""
     query, key, value = piece.query, piece.key, piece.value
-    B, H, L, _ = query.shape
-    context = query.new_empty(B, H, L, value.shape[-1])
-    lse = query.new_empty((B, H, L), dtype=torch.float32)
-    room = None if observe is None else _room(query, key, observe)
-    seen = None if room is None else room.as_tuple()
     kernels = library()
     assert kernels is not None
-    if kernels.forward(query, key, value, context, lse, *piece.rest(), False, seen):
-        return context, lse, {} if room is None or observe is None else room.found(lse, observe)
-    finite, aside = set_aside(piece.as_request())
-    piece = piece.of(finite).packed()
-    kernels.forward(piece.query, piece.key, piece.value, context, lse, *piece.rest(), True, seen)
-    if aside is not None:
-        context = aside.restore(context)
+    B, H, L, _ = query.shape
+    context = query.new_empty((B, H, L, value.shape[3]))
+    need_lse = need_lse or (observe is not None and (observe.lse or observe.received))
+    lse = query.new_empty((B, H, L), dtype=torch.float32) if need_lse else None
+    room = None if observe is None else _room(query, key, observe)
+    seen = None if room is None else room.as_tuple()
+    outcome = kernels.forward(query, key, value, context, lse, *piece.rest(), False, seen)
+    if outcome == kernels.UNREADABLE:
+        return forward(piece.packed(), observe, need_lse=need_lse)
+    aside = None
+    if outcome == kernels.NON_FINITE:
+        finite, aside = set_aside(piece.as_request())
+        piece = piece.of(finite).packed()
+        kernels.forward(piece.query, piece.key, piece.value, context, lse, *piece.rest(), True, seen)
+        if aside is not None:
+            context = aside.restore(context)
     if room is None or observe is None:
         return context, lse, {}
     found = room.found(lse, observe)
@@ -120,14 +128,15 @@ def backward(
     piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key and value, each like its tensor, and of the bias (float32) if asked for."""
-    piece = piece.packed()
-    dcontext = _packed(dcontext)
     tensors = (piece.query, piece.key, piece.value)
     dbias = None if piece.bias is None or not bias_grad else torch.zeros_like(piece.bias, dtype=torch.float32)
-    wanted = (*(torch.empty_like(tensor) for tensor in tensors), dbias)
+    wanted = (torch.empty_like(piece.query), torch.empty_like(piece.key), torch.empty_like(piece.value), dbias)
     kernels = library()
     assert kernels is not None
-    if kernels.backward(*tensors, context, lse, *piece.rest(), False, dcontext, *wanted):
+    outcome = kernels.backward(*tensors, context, lse, *piece.rest(), False, dcontext, *wanted)
+    if outcome == kernels.UNREADABLE:
+        return backward(piece.packed(), context, lse, _packed(dcontext), bias_grad=bias_grad)
+    if outcome == kernels.DONE:
         return wanted
     return _backward_of_non_finite(piece, context, lse, dcontext, wanted)
 
@@ -164,7 +173,8 @@ def _backward_of_non_finite(
 def _packed(tensor: Tensor) -> Tensor:
     """The tensor with its features side by side, and half-precision rows at whole words."""
     *_, row, feature = tensor.stride()
-    if (feature == 1 or tensor.shape[3] == 1) and (row % 2 == 0 or tensor.element_size() != 2):
+    words = tensor.element_size() != 2 or row % 2 == 0 or tensor.shape[3] % 2 == 1 or tensor.shape[2] == 1
+    if (feature == 1 or tensor.shape[3] == 1) and words:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -204,7 +214,7 @@ class _Room:
             *(self.groups, of("mass"), self.offsets, of("offsets")),
         )
 
-    def found(self, lse: Tensor, observe: Observe) -> dict[str, Any]:
+    def found(self, lse: Tensor | None, observe: Observe) -> dict[str, Any]:
         """By the names of `Observe`."""
         fields: dict[str, Any] = dict(self.fields)
         if observe.lse:
