@@ -62,14 +62,17 @@ static bool gradients_of_scores(const Problem &p, const Block &k, const Backward
   for (int64_t j = 0; j < n; j++)
     for (int64_t r = 0; r < width; r += LANES) {
       float *P = w.P + j * width + r, *dS = w.dS + j * width + r;
-      vec weight = exp(load(P) - load(w.lse + r)), dW = load(dS);
+      // Never above 0, but for rounding: of scores of 1e18 that would be a weight of infinity.
+      vec log_weight = load(P) - load(w.lse + r), dW = load(dS);
+      vec weight = exp(log_weight > splat(0) ? splat(0) : log_weight);
       if (p.dropout.on) {
         ivec keep = kept(p, k, from + j, r);
         dW = keep ? dW * splat(p.dropout.factor) : splat(0);
         store(P, keep ? weight * splat(p.dropout.factor) : splat(0));
       } else
         store(P, weight);
-      store(dS, weight * (dW - load(w.delta + r)));
+      // Beside a weight of 0 the value may be hidden, and so large that dW is infinite: 0 x inf is NaN.
+      store(dS, weight == splat(0) ? splat(0) : weight * (dW - load(w.delta + r)));
     }
   return true;
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from clearhead.masks import Mask, as_mask
 from clearhead.observe import MAPS, At, Observe, indices
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+AUTOCAST = {torch.float32, torch.float16, torch.bfloat16}  # float64 and integers are left as they are
 _LEGEND = "query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev)"
 
 
@@ -30,7 +32,7 @@ class Request:
         attn_bias: (B|1, Hq|1, L|1, S|1) floats added to the scaled scores, or None.
         scale: the factor on the scores.
         dropout_p: the share of weights dropped.
-        seed: (2,) int64, the seed of the dropout, or None without dropout.
+        seed: (2,) int64, the seed of the dropout; None without dropout, and while the call is not `seeded`.
         axes: how many axes the caller's query had: 2, 3 or 4.
     """
 
@@ -71,6 +73,13 @@ class Request:
             or (bias is not None and bias.requires_grad)
         )
 
+    def seeded(self) -> Request:
+        """With the seed of its dropout, drawn from torch's generator: manual_seed and checkpointing repeat it.
+
+        Once a call, and after everything is checked: a call that is refused draws nothing.
+        """
+        return replace(self, seed=torch.randint(2**31, (2,))) if self.dropout_p > 0 else self
+
     def on(self, tensors: Sequence[Tensor], attn_bias: Tensor | None) -> Request:
         """The same call on another query, key, value and bias of the same shapes."""
         query, key, value = tensors
@@ -80,6 +89,11 @@ class Request:
 def accumulating(dtype: torch.dtype) -> torch.dtype:
     """What sums over inputs of this dtype are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocasting(device: str) -> bool:
+    """Whether autocast is on; some devices (meta) have none."""
+    return bool(torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device)
 
 
 def check(
@@ -107,18 +121,57 @@ def check(
             f"the mask is on {mask.device}, the query on {query.device}: use mask.to({str(query.device)!r})."
         )
     if attn_bias is not None:
-        attn_bias = _check_bias(attn_bias, axes, (B, H, L, S), query.device)
+        attn_bias = _check_bias(attn_bias, axes, (B, H, L, S), query)
     if scale is None:
         scale = E**-0.5 if E else 1.0
-    elif isinstance(scale, Tensor):
+    scale = check_scale(scale, accumulating(query.dtype))
+    dropout_p = check_dropout(dropout_p)
+    return Request(query, key, value, mask, attn_bias, float(scale), float(dropout_p), None, axes)
+
+
+def check_scale(scale: Any, dtype: torch.dtype = torch.float64) -> float:
+    """A finite number, in the dtype that scores are computed in."""
+    if isinstance(scale, Tensor):
         raise TypeError("scale must be a number, not a tensor: a learned scale is a factor on the query.")
-    elif not math.isfinite(scale):
+    number = _number("scale", scale)
+    if not math.isfinite(number):
         raise ValueError(f"scale must be a finite number, not {scale}.")
-    if not 0.0 <= dropout_p <= 1.0:
+    if abs(number) > torch.finfo(dtype).max:
+        raise ValueError(
+            f"scale must be finite in {dtype}, which scores are computed in, not {scale}: the most is "
+            f"{torch.finfo(dtype).max:g}."
+        )
+    return number
+
+
+def check_dropout(dropout_p: Any) -> float:
+    """A number between 0 and 1."""
+    number = _number("dropout_p", dropout_p)
+    if not 0.0 <= number <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, not {dropout_p}.")
-    # Drawn from torch's generator once a call, so that torch.manual_seed and checkpointing repeat it.
-    seed = torch.randint(2**31, (2,)) if dropout_p > 0 else None
-    return Request(query, key, value, mask, attn_bias, float(scale), float(dropout_p), seed, axes)
+    return number
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, str | bytes):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+        except (TypeError, ValueError, RuntimeError):
+            pass  # not a number
+    raise TypeError(f"{name} must be a number, not {value!r}.")
+
+
+def check_count(name: str, value: Any) -> int:
+    """A whole number, at least 1."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, not {value!r}.") from None
+    if count < 1:
+        raise ValueError(f"{name} must be at least 1, not {count}.")
+    return count
 
 
 def check_observe(observe: Observe, sizes: tuple[int, int, int, int]) -> None:
@@ -186,6 +239,10 @@ def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ShapeError(
             "nested tensors are not supported: pad them (nested.to_padded_tensor) and pass a KeyPadding."
         )
+    if any(tensor.layout != torch.strided for tensor in (query, key, value)):
+        raise ShapeError(
+            f"query, key and value must be dense, not {query.layout}, {key.layout}, {value.layout}: use .to_dense()."
+        )
     if not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key, value)]
         raise ShapeError(
@@ -198,15 +255,20 @@ def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _check_bias(bias: Tensor, axes: int, sizes: tuple[int, int, int, int], device: torch.device) -> Tensor:
+def _check_bias(bias: Tensor, axes: int, sizes: tuple[int, int, int, int], query: Tensor) -> Tensor:
     B, H, L, S = sizes
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise ShapeError(
             f"attn_bias must be a floating-point tensor, added to the scores, not {kind}. Flags go in mask=."
         )
-    if bias.device != device:
-        raise ShapeError(f"attn_bias is on {bias.device}, the query on {device}.")
+    if bias.dtype not in DTYPES or bias.layout != torch.strided:
+        raise ShapeError(
+            f"attn_bias must be float16, bfloat16, float32 or float64, and dense, not {bias.dtype} {bias.layout}: "
+            f"convert it with .to() or .to_dense()."
+        )
+    if bias.device != query.device:
+        raise ShapeError(f"attn_bias is on {bias.device}, the query on {query.device}.")
     if bias.ndim == 2:
         full = bias[None, None]
     elif bias.ndim == axes:
@@ -218,6 +280,10 @@ def _check_bias(bias: Tensor, axes: int, sizes: tuple[int, int, int, int], devic
         raise ShapeError(
             f"attn_bias must be (L|1, S|1) or {wanted} with B={B}, H={H}, L={L}, S={S}, not {tuple(bias.shape)}."
         )
+    exact = accumulating(query.dtype)
+    if bias.dtype == torch.float64 and exact != torch.float64:  # what is finite stays finite: only -inf hides
+        range_ = torch.finfo(exact)
+        full = torch.where(full.isinf(), full, full.clamp(range_.min, range_.max)).to(exact)
     return full
 
 
@@ -242,7 +308,7 @@ def check_inputs(query: Tensor, key: Tensor | None, value: Tensor | None) -> Non
 
     Raises:
         TypeError: a mask in the place of key or value, value without key, or no tensor.
-        ShapeError: not three axes.
+        ShapeError: not three axes, other batch sizes, or lengths of key and value that differ.
     """
     for name, tensor in (("key", key), ("value", value)):
         if isinstance(tensor, Mask) or (isinstance(tensor, Tensor) and tensor.dtype == torch.bool):
@@ -259,6 +325,15 @@ def check_inputs(query: Tensor, key: Tensor | None, value: Tensor | None) -> Non
                 f"{name} must be (batch, length, width), batch first, not {tuple(tensor.shape)}: "
                 f"a single sequence is {name}[None]."
             )
+    key = query if key is None else key
+    value = key if value is None else value
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise ShapeError(f"query, key and value must have the same batch size B: got {_shapes(query, key, value)}.")
+    if key.shape[1] != value.shape[1]:
+        raise ShapeError(
+            f"key and value must have the same length S: {key.shape[1]} and {value.shape[1]} "
+            f"in {_shapes(query, key, value)}."
+        )
 
 
 def check_widths(given: Sequence[Tensor], projections: Sequence[nn.Module], plain: Sequence[type[nn.Linear]]) -> None:
@@ -281,7 +356,12 @@ def _check_fits(name: str, given: Tensor, projection: nn.Linear) -> None:
             f"{name} must be (batch, length, {projection.in_features}), not {tuple(given.shape)}: its last axis is "
             f"{given.shape[-1]} wide."
         )
-    if given.dtype != weight.dtype and not torch.is_autocast_enabled(given.device.type):
+    if given.device != weight.device:
+        raise ShapeError(
+            f"{name} is on {given.device} and the parameters are on {weight.device}: move one of them with .to()."
+        )
+    cast = autocasting(given.device.type) and {given.dtype, weight.dtype} <= AUTOCAST
+    if given.dtype != weight.dtype and not cast:
         raise ShapeError(
             f"{name} is {given.dtype} and the parameters are {weight.dtype}: convert one of them with .to()."
         )

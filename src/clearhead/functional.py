@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead.backends import choose
 from clearhead.backends.nonfinite import set_aside
-from clearhead.checks import Request, check, check_observe, without_added_axes
+from clearhead.checks import Request, autocasting, check, check_observe, without_added_axes
 from clearhead.look import look
 from clearhead.masks import Mask
 from clearhead.observe import SPLIT, Observe, Seen
@@ -104,6 +104,7 @@ def attention(
     if observe is not None:
         check_observe(observe, request.sizes)
     chosen = choose(request, backend)
+    request = request.seeded()
     with in_own_precision(request):
         finite, aside = (request, None) if chosen.careful else set_aside(request)
         context, found = chosen.see(finite, observe)
@@ -115,7 +116,7 @@ def attention(
 
 def in_own_precision(request: Request) -> AbstractContextManager[Any]:
     """Autocast ends where a call begins: the inputs' dtype decides, and statistics stay float32."""
-    if not torch.is_autocast_enabled(device := request.query.device.type):
+    if not autocasting(device := request.query.device.type):
         return _AS_IT_IS
     return torch.autocast(device, enabled=False)
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 
+from clearhead.backends import choose
 from clearhead.backends.nonfinite import by_rows
-from clearhead.checks import check_inputs, check_widths
+from clearhead.checks import (
+    AUTOCAST,
+    autocasting,
+    check,
+    check_count,
+    check_dropout,
+    check_inputs,
+    check_observe,
+    check_scale,
+    check_widths,
+)
 from clearhead.errors import ShapeError
 from clearhead.functional import attention
+from clearhead.layouts import copy_parameters, from_other_layouts, weights_in
 from clearhead.linear import Linear
 from clearhead.masks import Mask
 from clearhead.observe import Observe, Seen
@@ -103,14 +113,8 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, size in (
-            ("embed_dim", embed_dim),
-            ("num_heads", num_heads),
-            ("num_kv_heads", num_kv_heads),
-        ):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, not {size}.")
+        embed_dim, num_heads = check_count("embed_dim", embed_dim), check_count("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else check_count("num_kv_heads", num_kv_heads)
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads: {num_heads} is not one of {num_kv_heads}."
@@ -122,21 +126,12 @@ class MultiHeadAttention(nn.Module):
                     f"{num_heads} + {embed_dim % num_heads}: change one of them, or give head_dim."
                 )
             head_dim = embed_dim // num_heads
-        value_head_dim = head_dim if value_head_dim is None else value_head_dim
-        kdim = embed_dim if kdim is None else kdim
-        vdim = kdim if vdim is None else vdim
-        widths = {"head_dim": head_dim, "value_head_dim": value_head_dim, "kdim": kdim, "vdim": vdim}
-        for name, size in widths.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, not {size}.")
-        if scale is not None and not math.isfinite(scale):
-            raise ValueError(f"scale must be a finite number, not {scale}.")
-        if not 0.0 <= dropout_p <= 1.0:
-            raise ValueError(f"dropout_p must be between 0 and 1, not {dropout_p}.")
-        self.head_dim = head_dim
-        self.value_head_dim = value_head_dim
-        self.dropout_p = dropout_p
-        self.scale = scale
+        self.head_dim = check_count("head_dim", head_dim)
+        self.value_head_dim = head_dim if value_head_dim is None else check_count("value_head_dim", value_head_dim)
+        kdim = embed_dim if kdim is None else check_count("kdim", kdim)
+        vdim = kdim if vdim is None else check_count("vdim", vdim)
+        self.dropout_p = check_dropout(dropout_p)
+        self.scale = None if scale is None else check_scale(scale)
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
@@ -146,7 +141,7 @@ class MultiHeadAttention(nn.Module):
         self.v_proj: nn.Module = linear(vdim, num_kv_heads * self.value_head_dim)
         self.out_proj: nn.Module = linear(num_heads * self.value_head_dim, embed_dim)
         self.core = Core()
-        self.register_load_state_dict_pre_hook(_from_other_layouts)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(from_other_layouts)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -214,17 +209,21 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         check_widths((query, key, value), (self.q_proj, self.k_proj, self.v_proj), PLAIN)
+        options: dict[str, Any] = {
+            "mask": mask,
+            "attn_bias": attn_bias,
+            "scale": self.scale,
+            "dropout_p": self.dropout_p if self.training else 0.0,
+            "backend": backend,
+        }
+        self._check_call((query, key, value), observe, **options)
         q, k, v = by_rows((self.q_proj, self.k_proj, self.v_proj), (query, key, value))
         result = self.core(
             _split(q, self.head_dim),
             _split(k, self.head_dim),
             _split(v, self.value_head_dim),
             observe=observe,
-            mask=mask,
-            attn_bias=attn_bias,
-            scale=self.scale,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            backend=backend,
+            **options,
         )
         merged = _merge(result if observe is None else result[0])
         output: Tensor = self.out_proj(merged)
@@ -235,6 +234,38 @@ class MultiHeadAttention(nn.Module):
         return output, seen.with_fields(
             {name: part if observe.grad else part.detach() for name, part in outer.items() if observe.asks(name)}
         )
+
+    def _check_call(
+        self, given: tuple[Tensor, Tensor, Tensor], observe: Observe | None, *, backend: str | None, **options: Any
+    ) -> None:
+        """Check the whole call before anything is projected: on tensors of one number, of the projected shapes.
+
+        Where a projection was replaced, its width is not known before: the call is then checked behind it.
+        """
+        if (
+            observe is None
+            and backend is None
+            and all(options[name] is None for name in ("mask", "attn_bias", "scale"))
+        ):
+            return  # nothing that could be wrong
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        if not all(_has_known_width(projection) for projection in projections):
+            return
+        stand_ins = []
+        for tensor, projection, width in zip(
+            given, projections, (self.head_dim, self.head_dim, self.value_head_dim), strict=True
+        ):
+            (B, length, _), device = tensor.shape, tensor.device.type
+            linear = cast("nn.Linear", projection)
+            heads = _heads(linear.out_features, width)
+            autocast = linear.weight.dtype in AUTOCAST and autocasting(device)
+            dtype = torch.get_autocast_dtype(device) if autocast else tensor.dtype
+            stand_ins.append(tensor.new_empty((), dtype=dtype).expand(B, heads, length, width))
+        q, k, v = stand_ins
+        request = check(q, k, v, **options)
+        if observe is not None:
+            check_observe(observe, request.sizes)
+        choose(request, backend)
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiHeadAttention:
@@ -273,14 +304,14 @@ class MultiHeadAttention(nn.Module):
             dtype=parameter.dtype,
         )
         packed = module.in_proj_weight is not None
-        weights = module.in_proj_weight.chunk(3) if packed else tuple(_weights_in(module))
+        weights = module.in_proj_weight.chunk(3) if packed else tuple(weights_in(module))
         q, k, v, out = (cast("nn.Linear", p) for p in (mha.q_proj, mha.k_proj, mha.v_proj, mha.out_proj))
         for projection, weight in zip((q, k, v, out), (*weights, module.out_proj.weight), strict=True):
-            _copy([weight], [projection.weight])
+            copy_parameters([weight], [projection.weight])
         biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         for projection, bias in zip((q, k, v, out), (*biases, module.out_proj.bias), strict=True):
             if bias is not None:  # one that is missing there stays zero here
-                _copy([bias], [projection.bias])
+                copy_parameters([bias], [projection.bias])
         return mha.train(module.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
@@ -297,8 +328,11 @@ class MultiHeadAttention(nn.Module):
             True
         """
         projections = (self.q_proj, self.k_proj, self.v_proj, self.out_proj)
-        if not all(type(projection) in PLAIN and not projection._forward_pre_hooks for projection in projections):
-            raise ValueError("to_torch needs the four projections to be plain nn.Linear: one was replaced.")
+        if not all(_is_plain(projection) for projection in projections) or _hooks(self.core):
+            raise ValueError(
+                "to_torch needs the four projections to be plain nn.Linear, and no hooks on them or on core: one was "
+                "replaced or hooked, and torch's module has no place for that."
+            )
         q, k, v, out = (cast("nn.Linear", projection) for projection in projections)
         D = out.out_features
         heads, kv_heads = q.out_features // self.head_dim, k.out_features // self.head_dim
@@ -320,13 +354,13 @@ class MultiHeadAttention(nn.Module):
             device=q.weight.device,
             dtype=q.weight.dtype,
         )
-        _copy([q.weight, k.weight, v.weight], _weights_in(module))
-        _copy([out.weight], [module.out_proj.weight])
+        copy_parameters([q.weight, k.weight, v.weight], weights_in(module))
+        copy_parameters([out.weight], [module.out_proj.weight])
         if module.in_proj_bias is not None:
             # Torch's module has all biases or none: one that is missing here is zero there.
             bias = [p.bias if p.bias is not None else p.weight.new_zeros(p.out_features) for p in (q, k, v, out)]
-            _copy(bias[:3], [module.in_proj_bias])
-            _copy(bias[3:], [module.out_proj.bias])
+            copy_parameters(bias[:3], [module.in_proj_bias])
+            copy_parameters(bias[3:], [module.out_proj.bias])
         return module.train(self.training)
 
     def extra_repr(self) -> str:
@@ -334,50 +368,32 @@ class MultiHeadAttention(nn.Module):
         return f"head_dim={self.head_dim}, value_head_dim={self.value_head_dim}, dropout_p={self.dropout_p}"
 
 
-def _from_other_layouts(mha: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename and cut the entries of other layouts in a state dict that is about to be loaded.
-
-    Packed rows stand in the order query, key, value; what doesn't fit is left as it is, for torch to name.
-    """
-    names = ("q_proj", "k_proj", "v_proj")
-    projections = [mha.get_submodule(name) for name in names]
-    rows = [p.out_features if isinstance(p, nn.Linear) else 0 for p in projections]
-    for kind in ("weight", "bias"):
-        for packed in (f"{prefix}in_proj_{kind}", f"{prefix}qkv_proj.{kind}"):
-            if packed in state and state[packed].shape[0] == sum(rows):
-                for name, part in zip(names, state.pop(packed).split(rows), strict=True):
-                    state[f"{prefix}{name}.{kind}"] = part
-    for name in names:
-        if f"{prefix}{name}_weight" in state:
-            state[f"{prefix}{name}.weight"] = state.pop(f"{prefix}{name}_weight")
+def _is_plain(projection: nn.Module) -> bool:
+    """Whether it is a linear layer and nothing else."""
+    return type(projection) in PLAIN and not _hooks(projection)
 
 
-def _weights_in(module: nn.MultiheadAttention) -> list[nn.Parameter]:
-    """The input weights of torch's module: one packed parameter, or three."""
-    if module.in_proj_weight is not None:
-        return [module.in_proj_weight]
-    return [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+def _has_known_width(projection: nn.Module) -> bool:
+    """Whether its features can be told beforehand: a linear layer, its weight not sharded, its output not hooked."""
+    if not isinstance(projection, nn.Linear) or projection._forward_hooks:
+        return False
+    return type(projection.weight) is nn.Parameter or type(projection.weight) is Tensor
 
 
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy parameters, several into a packed one; what is frozen stays frozen, packed if all its parts are."""
-    if len(targets) == 1:
-        trainable = any(source.requires_grad for source in sources)
-        sources = [torch.cat([source.detach() for source in sources]).requires_grad_(trainable)]
-    with torch.no_grad():
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source)
-            target.requires_grad_(source.requires_grad)
+def _hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def _split(projected: Tensor, head_dim: int) -> Tensor:
     """(B, L, H * E) -> (B, H, L, E); H is read from the width, so a shard of the heads works as well."""
-    if projected.shape[-1] % head_dim:
-        raise ShapeError(
-            f"a projection gives {projected.shape[-1]} features, not a multiple of the head width {head_dim}."
-        )
-    split: Tensor = projected.unflatten(-1, (-1, head_dim))
+    split: Tensor = projected.unflatten(-1, (_heads(projected.shape[-1], head_dim), head_dim))
     return split.transpose(-3, -2)
+
+
+def _heads(features: int, head_dim: int) -> int:
+    if features % head_dim:
+        raise ShapeError(f"a projection gives {features} features, not a multiple of the head width {head_dim}.")
+    return features // head_dim
 
 
 def _merge(context: Tensor) -> Tensor:

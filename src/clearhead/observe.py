@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead.masks import Mask
+from clearhead.masks.intervals import FAR
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,6 +21,8 @@ Choice = int | Sequence[int] | slice | None
 STATISTICS = ("lse", "entropy", "max_weight", "distance", "received", "top_k", "mass", "offsets", "pooled")
 MAPS = ("scores", "masked_scores", "weights", "dropped_weights")
 SPLIT = ("query", "key", "value", "context")
+# More than any text has: what is larger asks for more memory than there is.
+MOST = {"top_k": 2**20, "pooled": 2**13}
 MODULE = ("query_projected", "key_projected", "value_projected", "merged", "output")
 
 
@@ -51,6 +54,10 @@ class At:
     last_real: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("heads", "queries", "keys"):
+            choice = getattr(self, name)
+            if isinstance(choice, Iterable) and not isinstance(choice, str | Tensor):
+                object.__setattr__(self, name, tuple(choice))  # what is read once would be empty the second time
         if self.last_real and self.queries is not None:
             raise ValueError("At takes either queries= or last_real=True, not both.")
 
@@ -59,13 +66,19 @@ def indices(name: str, choice: Choice, size: int) -> Tensor | None:
     """The chosen positions as a 1-D tensor, None for all; IndexError with the numbers if out of range."""
     if choice is None:
         return None
+    wrong = TypeError(f"At({name}=...) takes an int, a list of ints, a slice or None, not {choice!r}.")
     if isinstance(choice, slice):
-        return torch.arange(*choice.indices(size))
-    chosen = [choice] if isinstance(choice, int) else list(choice)
+        try:
+            return torch.tensor(range(size)[choice], dtype=torch.int64)
+        except (TypeError, ValueError):
+            raise wrong from None
+    if isinstance(choice, Tensor) or not isinstance(choice, Integral | Iterable):
+        raise wrong
+    chosen: list[Any] = [choice] if isinstance(choice, Integral) else list(choice)
     for i in chosen:
         if isinstance(i, bool) or not isinstance(i, Integral):
-            raise TypeError(f"At({name}=...) takes an int, a list of ints, a slice or None, not {choice!r}.")
-        if not -size <= i < size:
+            raise wrong
+        if not -size <= int(i) < size:
             raise IndexError(f"At({name}={i}) is out of range: there are {size} {name} ({-size} to {size - 1}).")
     return torch.tensor([int(i) % size for i in chosen], dtype=torch.int64)
 
@@ -148,6 +161,8 @@ class Observe:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"Observe({name}=...) takes a number >= 1, not {value!r}.")
+            if value is not None and value > MOST[name]:
+                raise ValueError(f"Observe({name}=...) takes a number up to {MOST[name]}, not {value}.")
         for f in fields(self):
             if f.default is False and f.name not in MAPS and not isinstance(getattr(self, f.name), bool):
                 raise ValueError(f"Observe({f.name}=...) takes True or False, not {getattr(self, f.name)!r}.")
@@ -155,9 +170,14 @@ class Observe:
             if not isinstance(getattr(self, name), bool | At):
                 raise ValueError(f"Observe({name}=...) takes True or an At, not {getattr(self, name)!r}.")  # noqa: TRY004
         if self.offsets is not None:
-            if not isinstance(self.offsets, Iterable) or not all(isinstance(d, int) for d in self.offsets):
-                raise ValueError(f"Observe(offsets=...) takes a list of distances (ints), not {self.offsets!r}.")
-            object.__setattr__(self, "offsets", tuple(self.offsets))
+            offsets = tuple(self.offsets) if isinstance(self.offsets, Iterable) else (None,)
+            if not all(isinstance(d, Integral) and not isinstance(d, bool) and abs(d) < FAR for d in offsets):
+                raise ValueError(
+                    f"Observe(offsets=...) takes a list of distances (ints below 2**62), not {self.offsets!r}."
+                )
+            object.__setattr__(self, "offsets", tuple(map(int, offsets)))
+        if self.mass is not None and not isinstance(self.mass, Mapping):
+            raise ValueError(f"Observe(mass=...) takes a dict of bool tensors (B|1, S), not {self.mass!r}.")
         for name, keys in (self.mass or {}).items():
             if not isinstance(keys, Tensor) or keys.dtype != torch.bool or keys.ndim != 2:
                 raise ValueError(f"Observe(mass={{{name!r}: ...}}) takes a bool tensor (B|1, S).")

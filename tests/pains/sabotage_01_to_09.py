@@ -18,7 +18,7 @@ from pains import test_09_mask_shapes as row_9
 from pains import test_15_ragged as row_15
 from pains import test_16_joined_masks as row_16
 from pains.encoder import Way
-from pains.sabotage import Removal, each
+from pains.sabotage import Removal, each, one
 
 MODULES = ("module", "pre-norm")
 BLOCKWISE, REFERENCE, SDPA = (Way(backend=name) for name in ("blockwise", "reference", "sdpa"))
@@ -66,7 +66,7 @@ REMOVALS = [
         "non-finite rows are not set aside",
         nonfinite,
         "set_aside",
-        "if _surely_finite(request):",
+        "if _surely_within(limits, request):",
         "if True:",
         (
             *each(row_3.check_hidden),
@@ -89,6 +89,38 @@ REMOVALS = [
         "(pairs & visible).any(dim=-1)",
         "pairs.any(dim=-1)",
         (*each(row_3.check_hidden, where="value"), *each(row_3.check_hidden, where="key")),
+    ),
+    Removal(
+        "rows of padding are projected as they are",
+        nonfinite,
+        "by_rows",
+        "projection(tensor) if id(tensor) in finite else _guarded(projection, tensor)",
+        "projection(tensor)",
+        each(row_3.check_hidden_parameters, MODULES),
+    ),
+    Removal(
+        "large hidden rows are left to torch's kernel",
+        nonfinite,
+        "_rows_within",
+        "_limit(largest, tensor)",
+        "torch.finfo(tensor.dtype).max",
+        (*one(row_3.check_large_hidden), *one(row_3.check_large_hidden, poison="largest")),
+    ),
+    Removal(
+        "a query that is NaN itself goes unnoticed",
+        nonfinite.SetAside,
+        "sees",
+        "(own & visible.any(dim=-1)) | ",
+        "",
+        each(row_3.check_visible, ("function", "module"), where="query"),
+    ),
+    Removal(
+        "a NaN stops the gradient of the query that sees it",
+        nonfinite.SetAside,
+        "restore",
+        "own * torch.where(bad, torch.nan, 1.0)",
+        "torch.where(bad, torch.nan, 1.0)",
+        (*one(row_3.check_visible_gradient), *one(row_3.check_visible_gradient, where="query")),
     ),
     # Row 4: padding.
     Removal(
@@ -191,7 +223,7 @@ REMOVALS = [
         "torch's kernel gets is_causal where L is not S",
         sdpa,
         "_run",
-        " and L == S",
+        " and _equal(L, S)",
         "",
         each(row_6.check_last_with_last, way=SDPA),
     ),
@@ -260,6 +292,14 @@ REMOVALS = [
         "if mask.dtype != torch.bool:",
         "mask = mask.bool()\n    if mask.dtype != torch.bool:",
         each(row_8.check_numbers_raise),
+    ),
+    Removal(
+        "a mask is taken for the memory",
+        checks,
+        "check_inputs",
+        "if isinstance(tensor, Mask) or (isinstance(tensor, Tensor) and tensor.dtype == torch.bool):",
+        "if False:",
+        each(row_8.check_mask_in_keys_place, MODULES),
     ),
     Removal(
         "a bare mask of three axes is read per head",

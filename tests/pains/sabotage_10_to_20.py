@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from clearhead import checks, functional, look, multihead, plan, ragged
-from clearhead.backends import blockwise, derivatives, reference, sdpa
+from clearhead.backends import blockwise, derivatives, dropout, reference, sdpa
 from clearhead.masks import convert, joined
 from pains import test_09_mask_shapes as row_9
 from pains import test_10_weights as row_10
@@ -37,7 +37,7 @@ REMOVALS = [
         (
             *each(row_9.check_not_expanded),
             *each(row_10.check_memory),
-            *each(row_14.check_memory),
+            *each(row_14.check_memory, backend="blockwise"),
             *each(row_16.check_cost),
             *each(row_16.check_cost, backend="blockwise"),
         ),
@@ -116,6 +116,14 @@ REMOVALS = [
         "pass",
         each(row_11.check_recorded, MODULES),
     ),
+    Removal(
+        "what is recorded knows no bias",
+        recording,
+        "_listening_to",
+        'options["attn_bias"]',
+        "None",
+        each(row_11.check_recorded, MODULES, biased=True),
+    ),
     # Row 12: half precision.
     Removal(
         "scores are kept in half precision",
@@ -154,6 +162,14 @@ REMOVALS = [
         "False",
         each(row_13.check_raises, length=row_13.S, rows=3),
     ),
+    Removal(
+        "a value of another number of heads is let in",
+        checks,
+        "_check_shapes",
+        "if value.shape[1] != Hkv:",
+        "if False:",
+        one(row_13.check_heads_raise),
+    ),
     # Row 14: dropout.
     Removal(
         "dropout in eval",
@@ -170,8 +186,8 @@ REMOVALS = [
         "no dropout without gradients",
         checks,
         "check",
-        "float(dropout_p), seed, axes",
-        "float(dropout_p) if torch.is_grad_enabled() else 0.0, seed, axes",
+        "float(dropout_p), None, axes",
+        "float(dropout_p) if torch.is_grad_enabled() else 0.0, None, axes",
         each(row_14.check_some_in_training),
     ),
     Removal(
@@ -181,6 +197,22 @@ REMOVALS = [
         "weights / (1 - request.dropout_p or 1.0)",
         "weights",
         (*each(row_14.check_some_in_training, ("function", "module")), *each(row_10.check_dropped_apart)),
+    ),
+    Removal(
+        "all heads drop alike",
+        dropout,
+        "kept",
+        "^ h)",
+        "^ h * 0)",
+        one(row_14.check_kept, way=BLOCKWISE),
+    ),
+    Removal(
+        "a tenth more is dropped",
+        dropout,
+        "kept",
+        "request.dropout_p * 2**32",
+        "request.dropout_p * 1.1 * 2**32",
+        one(row_14.check_kept, way=BLOCKWISE),
     ),
     # Row 15: ragged batches.
     Removal(
@@ -289,7 +321,7 @@ REMOVALS = [
         "biases stay behind",
         multihead.MultiHeadAttention,
         "from_torch",
-        "_copy([bias], [projection.bias])",
+        "copy_parameters([bias], [projection.bias])",
         "pass",
         (
             *one(row_18.check_from_torch),
@@ -302,8 +334,8 @@ REMOVALS = [
         "split weights are not copied back",
         multihead.MultiHeadAttention,
         "to_torch",
-        "[q.weight, k.weight, v.weight], _weights_in(module)",
-        "[q.weight, k.weight], _weights_in(module)[:2]",
+        "[q.weight, k.weight, v.weight], weights_in(module)",
+        "[q.weight, k.weight], weights_in(module)[:2]",
         (*one(row_18.check_to_torch, "split"), *one(row_18.check_to_torch, "split keys")),
     ),
     Removal(
@@ -314,6 +346,15 @@ REMOVALS = [
         "self.core = Core(); self.extra = nn.Parameter(torch.zeros(1))",
         each(row_18.check_own_layout, MODULES, num_kv_heads=3),
     ),
+    Removal(
+        "other layouts are not read",
+        multihead.MultiHeadAttention,
+        "__init__",
+        "self.register_load_state_dict_pre_hook(",
+        "(",
+        (*one(row_18.check_loads), *one(row_18.check_loads, "split")),
+        RuntimeError,
+    ),
     # Row 19: scale.
     Removal(
         "torch's kernel gets a scale that is not positive",
@@ -322,6 +363,14 @@ REMOVALS = [
         "if request.scale < torch.finfo(torch.float32).tiny:",
         "if False:",
         (*each(row_19.check_scale), *each(row_19.check_scale, scale=0.0), *each(row_19.check_scale, way=SDPA)),
+    ),
+    Removal(
+        "torch's kernel gets a scale that is 0 as a float32",
+        sdpa.Sdpa,
+        "reasons",
+        "request.scale < torch.finfo(torch.float32).tiny",
+        "request.scale <= 0",
+        each(row_19.check_scale, scale=row_19.TINY, way=SDPA),
     ),
     Removal(
         "a scale of 0 is taken for none",

@@ -24,6 +24,7 @@ from pains.encoder import (
     FORMS,
     GRAD,
     PLAIN,
+    TOLERANCE,
     TYPICAL,
     WAYS,
     Model,
@@ -114,11 +115,13 @@ def check_dead_gradient(form: str, dead: str = "an item without keys", way: Way 
         direction = numbers(*leaves[i].shape, seed=3)
         ends = []
         for sign in (1, -1):
-            moved = [x, memory]
-            moved[i] = moved[i] + sign * step * direction
+            moved = [x.double(), memory.double()]
+            moved[i] = moved[i] + sign * step * direction.double()
             ends.append((model.truth(*moved, sees=sees) * by_out).sum())
         slope = (ends[0] - ends[1]) / (2 * step)
-        assert_near((found[i] * direction).sum(), slope, f"{form} {dead} {way}: slope {i}", 1e-6)
+        assert_near(
+            (found[i] * direction).sum(), slope, f"{form} {dead} {way}: slope {i}", max(1e-6, TOLERANCE[x.dtype])
+        )
 
     if len(model.layers) == 1:
         silent = ~flags(sees, B, L, S).any(dim=-1).any(dim=1)

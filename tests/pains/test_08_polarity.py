@@ -59,6 +59,20 @@ def check_numbers_raise(form: str, dtype: torch.dtype = torch.float32, way: Way 
         assert str(dtype) in str(caught.value), f"{form} {way}: {caught.value}"
 
 
+def check_mask_in_keys_place(form: str) -> None:
+    """As torch's module takes it, by position: the third thing is a value here, and no mask."""
+    model, x = build(form), numbers(B, L, 15)
+    for mask in (ch.Causal(), QK, BK):
+        for name, given in (("key", (mask,)), ("value", (x, mask))):
+            with pytest.raises(TypeError, match=f"got a mask in the place of {name}: pass it by name, mask="):
+                run(model, x, *given)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "function"])
+def test_a_mask_in_the_place_of_the_key(form: str) -> None:
+    check_mask_in_keys_place(form)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_way(form: str, backend: str) -> None:

@@ -97,19 +97,20 @@ def check_adapted(form: str, way: Way = PLAIN, projection: str = "out_proj") -> 
             assert gradient.any(), f"{form} {way} {projection}: an adapter learns nothing"
 
 
-def check_recorded(form: str, way: Way = PLAIN) -> None:
+def check_recorded(form: str, way: Way = PLAIN, biased: bool = False) -> None:
     """`record` has the weights of every layer, the truth's, and leaves every bit of the output alone."""
     model, x = build(form), numbers(B, L, 15)
+    bias = 2 * numbers(B, 3, L, L, seed=4) if biased else None
     given: list[Tensor] = []
     handles = [
         layer.attention.register_forward_pre_hook(lambda module, args: given.append(args[0].detach()))
         for layer in model.layers
     ]
     mask = ch.Causal() & ch.KeyPadding(LENGTHS)
-    alone = run(model, x, way=way, mask=mask)
+    alone = run(model, x, way=way, mask=mask, attn_bias=bias)
     given.clear()
     with ch.record(model, LOOK) as recording:
-        out = run(model, x, way=way, mask=mask)
+        out = run(model, x, way=way, mask=mask, attn_bias=bias)
     for handle in handles:
         handle.remove()
     assert torch.equal(out, alone), f"{form} {way}: recording changed the output"
@@ -122,7 +123,7 @@ def check_recorded(form: str, way: Way = PLAIN) -> None:
     )
     for name, x_of_layer, layer in zip(names, given, model.layers, strict=True):
         with torch.no_grad():
-            truth = Truth(layer.attention, sees, None, None).found(x_of_layer)
+            truth = Truth(layer.attention, sees, bias, None).found(x_of_layer)
         for field in ("weights", "entropy", "received"):
             assert_near(
                 recording[name][field], torch.from_numpy(getattr(truth, field)), f"{form} {way} {name} {field}"
@@ -135,6 +136,7 @@ def test_every_way(form: str, backend: str) -> None:
     for way in WAYS[backend]:
         check_hooks(form, way)
         check_recorded(form, way)
+        check_recorded(form, way, biased=True)
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)

@@ -32,6 +32,19 @@ def check_raises(form: str, way: Way = PLAIN, length: int = 6, rows: int = B) ->
             run(model, x, memory, value, way=way)
 
 
+def check_heads_raise(way: Way = PLAIN, heads: int = 1) -> None:
+    """A value of another number of heads than the key's: to broadcast it would be a guess."""
+    query, key, value = (numbers(B, h, L, 5, seed=h) for h in (3, 3, heads))
+    with pytest.raises(ch.ShapeError, match=rf"same number of heads: 3 and {heads}"):
+        ch.attention(query, key, value, backend=way.backend)
+
+
+@pytest.mark.parametrize("heads", [0, 1, 2, 6])
+def test_heads(heads: int) -> None:
+    for way in FEW:
+        check_heads_raise(way, heads)
+
+
 @pytest.mark.parametrize("length", [0, 1, 6, 8])
 @pytest.mark.parametrize("form", FORMS)
 def test_lengths(form: str, length: int) -> None:

@@ -20,9 +20,7 @@ DROPPING = [None, "blockwise", "reference"]
 MODULES = [form for form in FORMS if form != "function"]
 
 
-def dropping(
-    form: str, p: float, training: bool, dtype: torch.dtype = torch.float64
-) -> tuple[Model, dict[str, float]]:
+def dropping(form: str, p: float, training: bool, dtype: torch.dtype | None = None) -> tuple[Model, dict[str, float]]:
     """A form with dropout: the module's setting, or what the caller of the function passes."""
     if form == "function":
         return build(form, dtype), {"dropout_p": p if training else 0.0}
@@ -58,12 +56,30 @@ def check_some_in_training(form: str, way: Way = TRAINING) -> None:
         assert error.abs().max() < 5, f"{form} {way}: the mean is off by {error.abs().max():.1f} deviations"
 
 
-def check_memory(form: str) -> None:
+def check_kept(way: Way = TRAINING, p: float = 0.4) -> None:
+    """Values that are one-hot show what is kept: the share asked for, another choice in each head and row."""
+    keys = 61
+    query, key = torch.zeros(B, 3, 53, 1), torch.zeros(B, 3, keys, 1)
+    torch.manual_seed(5)
+    weights = ch.attention(query, key, torch.eye(keys).expand(B, 3, keys, keys), dropout_p=p, backend=way.backend)
+    kept = weights != 0
+    assert_near(weights[kept], torch.full_like(weights[kept], 1 / keys / (1 - p)), f"{way}: kept weights")
+    bound = 5 * (p * (1 - p) / kept.numel()) ** 0.5
+    share = kept.double().mean()
+    assert abs(share - (1 - p)) < bound, f"{way}: {share:.4f} are kept, not {1 - p}"
+    for axis, name in enumerate(("items", "heads", "queries", "keys")):
+        one, other = kept.select(axis, 0), kept.select(axis, 1)
+        # Independent choices agree in p^2 + (1 - p)^2 of the places.
+        alike = (one == other).double().mean()
+        assert abs(alike - p**2 - (1 - p) ** 2) < 5 * one.numel() ** -0.5, f"{way}: {name} are dropped alike"
+
+
+def check_memory(form: str, backend: str | None = None) -> None:
     """Forward and backward of a long text in training."""
     long = 1499
     model, options = dropping(form, 0.1, training=True, dtype=torch.float32)
     x = numbers(1, long, 15, dtype=torch.float32).requires_grad_()
-    meter = measured(lambda: model.train()(x, mask=ch.Causal(), **options).sum().backward())
+    meter = measured(lambda: model.train()(x, mask=ch.Causal(), backend=backend, **options).sum().backward())
     whole = 3 * long * long * 4
     assert meter.largest < 0.2 * whole, f"{form}: a tensor of {meter.largest / whole:.2f} of all weights"
     assert meter.most < 1.2 * whole, f"{form}: {meter.most / whole:.2f} of all weights at a time"
@@ -84,9 +100,16 @@ def test_some_in_training(form: str, backend: str | None, grad: bool) -> None:
     check_some_in_training(form, Way(True, grad, backend=backend))
 
 
+@pytest.mark.parametrize("backend", [None, "native", "blockwise", "reference"])
+def test_what_is_kept(backend: str | None) -> None:
+    for p in (0.1, 0.4, 0.9):
+        check_kept(way=Way(True, backend=backend), p=p)
+
+
+@pytest.mark.parametrize("backend", [None, "blockwise"])
 @pytest.mark.parametrize("form", FORMS)
-def test_memory(form: str) -> None:
-    check_memory(form)
+def test_memory(form: str, backend: str | None) -> None:
+    check_memory(form, backend)
 
 
 @pytest.mark.parametrize("form", MODULES)

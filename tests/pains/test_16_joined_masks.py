@@ -113,7 +113,8 @@ def test_structure() -> None:
     check_structure()
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])  # which materialises
+# The reference materialises; what the native kernels do is not counted among torch's products.
+@pytest.mark.parametrize("backend", ["sdpa", "blockwise"])
 @pytest.mark.parametrize("form", FORMS)
 def test_cost(form: str, backend: str) -> None:
     check_cost(form, backend)

@@ -3,7 +3,7 @@
 torchtune 222; transformers 33928: a strict load fails between packed and separate projections. Here `from_torch` and
 `to_torch` carry over both layouts, both ways, and the module's own layout has one name for each projection.
 
-Loading each layout by `load_state_dict`, grouped heads included, is in ``test_state.py``.
+Loading grouped heads by `load_state_dict` is in ``test_state.py``.
 """
 
 from __future__ import annotations
@@ -73,6 +73,14 @@ def check_to_torch(layout: str = "packed", bias: bool = True) -> None:
     assert_near(back.eval()(*given)[0], by_hand(module.state_dict(), *given).detach(), layout)
 
 
+def check_loads(layout: str = "packed") -> None:
+    """A strict load of the state dict of torch's module, as it is, gives torch's meaning."""
+    state, given = theirs(layout).state_dict(), inputs(layout)
+    mha = ch.MultiHeadAttention(15, 3, kdim=given[1].shape[-1], vdim=given[2].shape[-1], dtype=torch.float64)
+    mha.load_state_dict(state, strict=True)
+    assert_near(mha(*given).detach(), by_hand(state, *given), layout)
+
+
 def check_in_an_encoder(form: str, way: Way = PLAIN) -> None:
     """An encoder whose attention comes from torch's modules is the one it came from."""
     model, x = build(form), numbers(B, L, 15)
@@ -106,6 +114,11 @@ def test_from_torch_and_back(layout: str, bias: bool) -> None:
     for way in FEW:
         check_from_torch(layout, way, bias)
     check_to_torch(layout, bias)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torchs_layouts_load(layout: str) -> None:
+    check_loads(layout)
 
 
 @pytest.mark.parametrize("form", ENCODERS)

@@ -15,7 +15,8 @@ from clearhead.backends import BACKENDS
 from pains.encoder import DTYPES, FORMS, PLAIN, TYPICAL, Way, assert_near, build, in_torch, numbers, run
 
 B, L = 2, 7
-SCALES = (0.0, -0.5, -3.0, 0.7)
+TINY = 1e-46  # 0 as a float32
+SCALES = (0.0, -0.5, -3.0, 0.7, TINY)
 
 
 def check_scale(form: str, way: Way = PLAIN, scale: float = -0.5, dtype: str = "f64") -> None:
@@ -30,7 +31,7 @@ def check_scale(form: str, way: Way = PLAIN, scale: float = -0.5, dtype: str = "
         (ch.Causal() & ch.KeyPadding([0, 4]), oracle.both(oracle.causal(0), oracle.key_padding([0, 4], "right", L))),
         (None, oracle.everything()),
     ):
-        if way.backend == "sdpa" and scale <= 0:
+        if way.backend == "sdpa" and scale <= TINY:
             with pytest.raises(ch.BackendError, match=rf"scale {scale:g} <= 0"):
                 run(model, x, way=way, mask=mask, **options)
             continue
@@ -50,6 +51,7 @@ def test_every_way(form: str, scale: float) -> None:
 def test_every_dtype(form: str, dtype: str) -> None:
     for name in (None, *BACKENDS):
         check_scale(form, Way(backend=name), -0.5, dtype)
+        check_scale(form, Way(backend=name), TINY, dtype)
 
 
 def test_of_zero_each_row_is_the_mean_of_what_it_sees() -> None:

@@ -21,7 +21,7 @@ def choose(request: Request, name: str | None) -> Backend:
         ValueError: there is no backend of that name.
     """
     if name is not None:
-        if name not in BACKENDS:
+        if not isinstance(name, str) or name not in BACKENDS:
             raise ValueError(f"there is no backend {name!r}: choose from {', '.join(BACKENDS)}, or None.")
         reasons = BACKENDS[name].reasons(request)
         if reasons:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from clearhead.backends.base import Backend
 from clearhead.backends.derivatives import transforming
 from clearhead.backends.dropout import kept
+from clearhead.backends.inplace import watch
 from clearhead.checks import Request
 from clearhead.masks import Tile
 from clearhead.plan import tiles
@@ -43,9 +44,18 @@ def over_tiles(request: Request, plan: list[Tile], compute: Callable[[Tile], T])
     A single tile is small by construction: it's kept. Inside torch.func nothing can be recomputed.
     """
     recompute = request.needs_grad and len(plan) > 1 and not transforming()
+    unchanged = (
+        watch(request.query, request.key, request.value, request.attn_bias, request.mask) if recompute else None
+    )
+
+    def again(tile: Tile) -> T:
+        if unchanged is not None:
+            unchanged()
+        return compute(tile)
+
     for tile in plan:
         if recompute:
-            yield tile, checkpoint(compute, tile, use_reentrant=False, preserve_rng_state=False)
+            yield tile, checkpoint(again, tile, use_reentrant=False, preserve_rng_state=False)
         else:
             yield tile, compute(tile)
 
@@ -67,7 +77,10 @@ def raw_scores(request: Request, tile: Tile) -> Tensor:
     """Scale * query key^T + bias of a tile, hidden pairs too: (b, h, q, k) in the accumulating dtype."""
     query = _at_queries(request.query[tile.batch], tile).to(request.acc_dtype)
     key = _of_heads(request, request.key[tile.batch, :, tile.keys], tile).to(request.acc_dtype)
-    scores = _grouped_matmul(query * request.scale, key.transpose(-2, -1))
+    if abs(request.scale) <= 1:
+        scores = _grouped_matmul(query * request.scale, key.transpose(-2, -1))
+    else:  # a hidden query times that might overflow, and 0 x inf is NaN in the gradient of the keys
+        scores = _grouped_matmul(query, key.transpose(-2, -1)) * request.scale
     bias = bias_tile(request, tile)
     return scores if bias is None else scores + bias
 

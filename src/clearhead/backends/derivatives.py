@@ -6,13 +6,14 @@ A fused kernel comes with one backward pass and no more. Where a graph of that b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from clearhead.backends.inplace import watch
 from clearhead.checks import Request
 
 Run = Callable[[Request], Tensor]
@@ -42,24 +43,35 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any, fused: Run, plain: Run, request: Request, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (query, key, value)]
-        with torch.enable_grad():
-            context = fused(request.on(leaves, request.attn_bias))
         ctx.save_for_backward(query, key, value)
-        ctx.once = (leaves, context)
-        ctx.again = (plain, request)
+        ctx.again = (fused, plain, request, watch(request.attn_bias, request.mask))
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            # Someone decides what is kept (activation checkpointing): a graph of our own would be out of their hands.
+            ctx.once = None
+            return fused(request)
+        ctx.once = _, context = _once(fused, request, (query, key, value))
         return context.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        fused, plain, request, unchanged = ctx.again
+        inputs = list(ctx.saved_tensors)
+        unchanged()
         if torch.is_grad_enabled():
-            plain, request = ctx.again
-            inputs = list(ctx.saved_tensors)
             context = plain(request.on(inputs, request.attn_bias))
         else:
-            inputs, context = ctx.once
+            inputs, context = ctx.once or _once(fused, request, inputs)
         asked = [tensor for tensor in inputs if tensor.requires_grad]
         found = iter(
             torch.autograd.grad(context, asked, grads, retain_graph=True, create_graph=torch.is_grad_enabled())
         )
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.once = None
         return (None, None, None, *(next(found) if tensor.requires_grad else None for tensor in inputs))
+
+
+def _once(fused: Run, request: Request, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Leaves in the place of the inputs, and the graph of the fused kernel on them."""
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    with torch.enable_grad():
+        return leaves, fused(request.on(leaves, request.attn_bias))

@@ -16,14 +16,17 @@ from torch.nn import Parameter
 from clearhead.backends.base import Backend
 from clearhead.backends.blockwise import Blockwise, assemble, bias_tile
 from clearhead.backends.derivatives import transforming
+from clearhead.backends.inplace import watch
 from clearhead.backends.native_calls import EVERYTHING, FAR, Parts, Piece, backward, forward
-from clearhead.backends.native_library import library, why_missing
+from clearhead.backends.native_library import why_missing
 from clearhead.backends.native_ops import attend
 from clearhead.backends.nonfinite import set_aside
 from clearhead.checks import Request
 from clearhead.masks import ALL, Tile
 from clearhead.observe import Observe
 from clearhead.plan import tiles
+
+_MISSING = why_missing()  # asked here: a compiler can't trace the import
 
 
 class Native(Backend):
@@ -36,8 +39,8 @@ class Native(Backend):
         """What the kernels were not made for."""
         query = request.query
         found = []
-        if library() is None:
-            found.append(why_missing() or "")
+        if _MISSING is not None:
+            found.append(_MISSING)
         if query.device.type != "cpu":
             found.append(f"made for the CPU, not for {query.device.type}")
         if query.dtype == torch.float64:
@@ -141,11 +144,13 @@ class _Attend(torch.autograd.Function):
         found |= seen
         ctx.save_for_backward(query, key, value, bias, context, lse)
         ctx.call = (request.scale, request.dropout_p, request.seed, request.mask)
+        ctx.unchanged = watch(request.mask)
         return context
 
     @staticmethod
     def backward(ctx: Any, dcontext: Tensor) -> Any:
         query, key, value, bias, context, lse = ctx.saved_tensors
+        ctx.unchanged()
         scale, dropout_p, seed, mask = ctx.call
         request = Request(query, key, value, mask, bias, scale, dropout_p, seed, axes=4)
         found = (

@@ -145,7 +145,8 @@ def _backward_of_non_finite(
     piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor, wanted: tuple[Tensor, Tensor, Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Rows that see something non-finite pass NaN to their query alone; rows whose own gradient is non-finite pass
-    NaN to all that they see."""
+    NaN to all that they see.
+    """
     request = piece.as_request()
     finite, aside = set_aside(request)
     spoilt = torch.zeros_like(lse, dtype=torch.bool) if aside is None else aside.spoilt()
@@ -232,7 +233,7 @@ def _room(query: Tensor, key: Tensor, observe: Observe) -> _Room | None:
         return None
     B, H, L, _ = query.shape
     S = key.shape[2]
-    shapes: dict[str, tuple[int, ...]] = {name: (B, H, L) for name in ("entropy", "max_weight", "distance")}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("entropy", "max_weight", "distance"), (B, H, L))
     shapes["received"] = (B, H, S)
     groups: list[Tensor] = []
     offsets: list[int] = []

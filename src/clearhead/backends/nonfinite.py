@@ -3,6 +3,9 @@
 Kernels multiply hidden values by a weight of 0, and 0 x NaN is NaN; some turn a visible NaN into zeros. So
 non-finite rows are set aside (replaced by zeros) before any backend runs, and afterwards each query that is
 non-finite itself, or sees a non-finite key, value or bias, is given NaN: in the output, and in its gradient.
+
+Finite numbers leak as well where a kernel adds -inf to a hidden score: a score that overflows gives inf - inf. Such a
+kernel has rows beyond a limit set aside, too.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.backends.blockwise import assemble, bias_tile, visible_tile
-from clearhead.checks import Request, accumulating
+from clearhead.checks import AUTOCAST, Request, accumulating, autocasting
 from clearhead.masks import Tile
 from clearhead.plan import tiles
 
@@ -68,12 +71,19 @@ class SetAside:
         return torch.where(bad, own * torch.where(bad, torch.nan, 1.0), context).to(context.dtype)
 
 
-def set_aside(request: Request) -> tuple[Request, SetAside | None]:
-    """The request with non-finite rows zeroed, and what was zeroed; the request itself if all is finite."""
-    if _surely_finite(request):
-        return request, None
+def set_aside(request: Request, largest: float = math.inf) -> tuple[Request, SetAside | None]:
+    """The request with some rows zeroed, and which; the request itself if a glance shows that there are none.
+
+    Args:
+        request: the call.
+        largest: a row with a number beyond this is set aside, as if it were not finite. Values only count where
+            a gradient is wanted: their products are with weights, until the backward pass.
+    """
     query, key, value = request.query, request.key, request.value
-    aside = SetAside(request, *(~torch.isfinite(t.detach()).all(dim=-1) for t in (query, key, value)))
+    limits = (largest, largest, largest if request.needs_grad else math.inf)
+    if _surely_within(limits, request):
+        return request, None
+    aside = SetAside(request, *(~_rows_within(*item) for item in zip(limits, (query, key, value), strict=True)))
     bias = request.attn_bias
     if bias is not None:
         bias = torch.where(torch.isfinite(bias) | (bias == -torch.inf), bias, 0.0)
@@ -102,7 +112,7 @@ def by_rows(projections: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[
     A projection's weights would get 0 x NaN from a hidden row: from padding that holds NaN, say.
     """
     distinct = {id(tensor): tensor for tensor in inputs}
-    finite = {key for key, tensor in distinct.items() if _all_finite([tensor])}
+    finite = {key for key, tensor in distinct.items() if _all_finite([_as_projected(tensor)])}
     return [
         projection(tensor) if id(tensor) in finite else _guarded(projection, tensor)
         for projection, tensor in zip(projections, inputs, strict=True)
@@ -110,18 +120,28 @@ def by_rows(projections: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[
 
 
 def _guarded(projection: nn.Module, tensor: Tensor) -> Tensor:
-    bad = ~torch.isfinite(tensor.detach()).all(dim=-1, keepdim=True)
+    bad = ~torch.isfinite(_as_projected(tensor)).all(dim=-1, keepdim=True)
     projected: Tensor = projection(tensor.masked_fill(bad, 0.0))
     return projected.masked_fill(bad, torch.nan)
 
 
-def _surely_finite(request: Request) -> bool:
-    tensors = [request.query, request.key, request.value]
+def _as_projected(tensor: Tensor) -> Tensor:
+    """As a linear layer reads it: autocast may make an infinity of what is finite. Not for gradients."""
+    tensor, device = tensor.detach(), tensor.device.type
+    autocast = tensor.dtype in AUTOCAST and autocasting(device)
+    return tensor.to(torch.get_autocast_dtype(device)) if autocast else tensor
+
+
+def _surely_within(limits: Sequence[float], request: Request) -> bool:
     bias = request.attn_bias
+    top = []
     if bias is not None and bias.numel():
-        top = bias.detach().amax()  # NaN and +inf come through a maximum; -inf only hides
-        tensors.append(torch.where(top == -torch.inf, 0.0, top))
-    return _all_finite(tensors)
+        highest = bias.detach().amax()  # NaN and +inf come through a maximum; -inf only hides
+        top = [torch.where(highest == -torch.inf, 0.0, highest)]
+    tensors = [request.query, request.key, request.value]
+    if math.isinf(limits[0]):
+        return _all_finite([*tensors, *top])
+    return _all_finite(top) and all(_all_within(*item) for item in zip(limits, tensors, strict=True))
 
 
 def _all_finite(tensors: Sequence[Tensor]) -> bool:
@@ -134,3 +154,23 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
             return math.isfinite(sum(t.sum(dtype=accumulating(t.dtype)) for t in tensors))
     except RuntimeError:  # vmap: no control flow on data
         return False
+
+
+def _all_within(largest: float, tensor: Tensor) -> bool:
+    """The same for a limit."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        with torch.no_grad():
+            low, high = torch.aminmax(tensor) if tensor.numel() else (0.0, 0.0)
+            return -_limit(largest, tensor) <= float(low) and float(high) <= _limit(largest, tensor)
+    except RuntimeError:
+        return False
+
+
+def _rows_within(largest: float, tensor: Tensor) -> Tensor:
+    return (tensor.detach().abs() <= _limit(largest, tensor)).all(dim=-1)
+
+
+def _limit(largest: float, tensor: Tensor) -> float:
+    return min(largest, torch.finfo(tensor.dtype).max)

@@ -7,6 +7,8 @@ and nothing of size L x S exists.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,8 +16,9 @@ from torch import Tensor
 from clearhead.backends.base import Backend
 from clearhead.backends.blockwise import Blockwise, assemble, bias_tile, over_tiles, visible_tile
 from clearhead.backends.derivatives import differentiable, transforming
+from clearhead.backends.nonfinite import set_aside
 from clearhead.checks import Request
-from clearhead.masks import ALL, Causal, Tile
+from clearhead.masks import ALL, Causal, Tile, at_hand
 from clearhead.plan import tiles
 
 
@@ -23,6 +26,7 @@ class Sdpa(Backend):
     """Torch's fused kernels."""
 
     name = "sdpa"
+    careful = True
 
     def reasons(self, request: Request) -> list[str]:
         """What torch's kernels get wrong, or would materialise an L x S matrix for."""
@@ -44,18 +48,50 @@ class Sdpa(Backend):
         return found
 
     def run(self, request: Request) -> Tensor:
-        """One call where one is enough, else a call for each run of queries."""
-        return differentiable(_run, Blockwise().run, request)
+        """One call where one is enough, else a call for each run of queries; plain torch where scores overflow."""
+        largest = _largest(request)
+        tamed, aside = set_aside(request, largest)
+        if aside is None:
+            return _differentiable(request)
+        if not all(at_hand(tensor) for tensor in (request.query, request.key, request.value)):
+            return aside.restore(_differentiable(tamed))  # who sees large numbers gets NaN, without a look
+        finite, aside = set_aside(request)
+        tamed, large = set_aside(finite, largest)
+        seen = large is not None and bool(large.spoilt().any())
+        context = Blockwise().run(finite) if seen else _differentiable(tamed)
+        return context if aside is None else aside.restore(context)
+
+
+def _largest(request: Request) -> float:
+    """Numbers up to this give no score, and no product of a value with a gradient, that overflows.
+
+    Torch hides a score by adding -inf, and a weight's gradient by a weight of 0: beside an infinity both are NaN.
+    """
+    terms = max(1, request.query.shape[-1], request.value.shape[-1])
+    return math.sqrt(torch.finfo(request.acc_dtype).max / (4 * terms * max(1.0, request.scale)))
+
+
+def _differentiable(request: Request) -> Tensor:
+    return differentiable(_run, Blockwise().run, request)
 
 
 def _run(request: Request) -> Tensor:
     _, _, L, S = request.sizes
     if request.mask is None and request.attn_bias is None:
         return _fused(request, request.query, request.key, request.value)
-    if isinstance(request.mask, Causal) and request.attn_bias is None and L == S:
+    if isinstance(request.mask, Causal) and request.attn_bias is None and _equal(L, S):
         return _fused(request, request.query, request.key, request.value, is_causal=True)
     plan = _plan(request)
     return assemble(over_tiles(request, plan, lambda tile: _run_tile(request, tile)))
+
+
+def _equal(L: int, S: int) -> bool:
+    """Whether L == S; of an exported program, whether they are equal in every call."""
+    if not torch.compiler.is_exporting():
+        return L == S
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import, and there already
+
+    return bool(guard_or_false(L == S))
 
 
 def _plan(request: Request) -> list[Tile]:

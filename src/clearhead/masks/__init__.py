@@ -8,6 +8,7 @@ from clearhead.masks.relative import Causal, Window
 from clearhead.masks.tensors import Allowed, Blocked
 from clearhead.masks.tiles import ALL, Index, Tile, positions
 from clearhead.masks.tokens import KeyPadding, Prefix, QueryPadding, Segments
+from clearhead.masks.values import at_hand
 
 __all__ = [
     "ALL",
@@ -26,6 +27,7 @@ __all__ = [
     "Tile",
     "Window",
     "as_mask",
+    "at_hand",
     "mask_from_mha",
     "mask_from_sdpa",
     "parse_mask",

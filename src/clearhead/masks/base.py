@@ -337,6 +337,8 @@ class Mask:
             cls._unflatten,
             serialized_type_name=f"clearhead.{cls.__name__}",
             flatten_with_keys_fn=lambda mask: mask._flatten_with_keys(),
+            to_dumpable_context=lambda static: static,
+            from_dumpable_context=_as_tuples,
         )
 
     def _flatten(self) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
@@ -355,6 +357,11 @@ class Mask:
         (_, names), *rest = static
         unknown = [(f.name, f.default) for f in fields(cls) if not f.init]
         return cast("Self", bare(cls, [*zip(names, children, strict=True), *rest, *unknown]))
+
+
+def _as_tuples(static: Any) -> Any:
+    """What an exported program's file, JSON, has made lists of."""
+    return tuple(_as_tuples(part) for part in static) if isinstance(static, list | tuple) else static
 
 
 def bare(cls: type[Any], attributes: list[tuple[str, Any]]) -> Any:

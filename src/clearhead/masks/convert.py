@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,8 @@ def as_mask(mask: Mask | Tensor | None, B: int, H: int, L: int, S: int) -> Mask 
 
 def _from_tensor(mask: Tensor, B: int, L: int, S: int) -> Mask:
     shape = tuple(mask.shape)
+    if mask.layout != torch.strided:
+        raise MaskError(f"a mask tensor must be dense, not {mask.layout} {shape}: use .to_dense().")
     if mask.dtype != torch.bool:
         raise MaskError(
             f"a mask tensor must be bool, True = may attend, not {mask.dtype} {shape}: a number could mean a flag "
@@ -95,12 +99,14 @@ def mask_from_mha(
     """
     masks: list[Mask] = [Causal(align="start")] if is_causal else []
     biases: list[Tensor] = []
+    for name, tensor in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        _check_tensor(name, tensor)
     if attn_mask is not None:
         if attn_mask.ndim == 3:
-            if not num_heads or attn_mask.shape[0] % num_heads:
+            if not isinstance(num_heads, Integral) or num_heads < 1 or attn_mask.shape[0] % num_heads:
                 raise MaskError(
                     f"attn_mask {tuple(attn_mask.shape)} has the axes (B * num_heads, L, S): give num_heads, a "
-                    f"divisor of {attn_mask.shape[0]}, not {num_heads}."
+                    f"divisor of {attn_mask.shape[0]}, not {num_heads!r}."
                 )
             attn_mask = attn_mask.unflatten(0, (-1, num_heads))
         elif attn_mask.ndim != 2:
@@ -141,6 +147,7 @@ def mask_from_sdpa(attn_mask: Tensor | None = None, is_causal: bool = False) -> 
     """
     masks: list[Mask] = [Causal(align="start")] if is_causal else []
     bias = None
+    _check_tensor("attn_mask", attn_mask)
     if attn_mask is not None:
         if attn_mask.ndim not in (2, 4):
             raise MaskError(
@@ -152,6 +159,11 @@ def mask_from_sdpa(attn_mask: Tensor | None = None, is_causal: bool = False) -> 
         else:
             bias = attn_mask
     return _all_of(masks), bias
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if tensor is not None and not isinstance(tensor, Tensor):
+        raise MaskError(f"{name} must be a tensor or None, not {type(tensor).__name__}: torch.tensor(...) makes one.")
 
 
 def _is_flags(name: str, tensor: Tensor) -> bool:

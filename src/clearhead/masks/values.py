@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from clearhead.errors import MaskError
 from clearhead.masks.intervals import EVERYTHING, Intervals
@@ -15,13 +16,20 @@ Lengths = Tensor | Sequence[int] | int
 Rows = Tensor | Sequence[Sequence[int]]
 
 
-def extremes(tensor: Tensor) -> tuple[int, int] | None:
-    """The smallest and the largest number, read once to the host; None if there are none.
+def at_hand(tensor: Tensor) -> bool:
+    """Whether its numbers can be read, here and now.
 
-    Also None inside a compiled or exported program, whose tensors have no values yet: what depends on them is not
-    checked, and nothing is skipped, there.
+    Not in a compiled or exported program, under vmap, of a fake tensor, or on the meta device: what depends on them
+    is then not checked, and nothing is skipped.
     """
-    if tensor.numel() == 0 or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return type(tensor) is Tensor or type(tensor) is Parameter
+
+
+def extremes(tensor: Tensor) -> tuple[int, int] | None:
+    """The smallest and the largest number, read once to the host; None if there are none, or none at hand."""
+    if tensor.numel() == 0 or not at_hand(tensor):
         return None
     low, high = torch.aminmax(tensor)
     return int(low), int(high)
@@ -30,9 +38,9 @@ def extremes(tensor: Tensor) -> tuple[int, int] | None:
 def runs_of_ones(real: Tensor) -> tuple[int | None, int | None, Intervals | None]:
     """From the first to behind the last position that any row has, and each row's positions as one run.
 
-    None, None, None inside a compiled program; no run where some row's positions are not together.
+    None, None, None where they are not at hand; no run where some row's positions are not together.
     """
-    if torch.compiler.is_compiling():
+    if not at_hand(real):
         return None, None, None
     if real.numel() == 0:
         return 0, 0, EVERYTHING
@@ -63,10 +71,10 @@ def runs_of_ones(real: Tensor) -> tuple[int | None, int | None, Intervals | None
 def runs_of_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[tuple[list[int], list[int]] | None, Intervals | None]:
     """For each query the first key with its id and the one behind the last: over all rows, and in each as a run.
 
-    A query whose id no key carries has the empty span (S, 0). None, None inside a compiled program; no run where
+    A query whose id no key carries has the empty span (S, 0). None, None where they are not at hand; no run where
     the keys of some query are not together.
     """
-    if torch.compiler.is_compiling():
+    if not (at_hand(query_ids) and at_hand(key_ids)):
         return None, None
     L, S = query_ids.shape[1], key_ids.shape[1]
     rows = query_ids.shape[0] if key_ids.shape[0] == 1 else key_ids.shape[0]  # a batch may be empty
@@ -95,6 +103,8 @@ def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...])
 def as_tensor(owner: str, data: object, empty: torch.dtype) -> Tensor:
     """A tensor as it is, nested lists as a tensor; an empty list carries no dtype of its own and gets `empty`."""
     if isinstance(data, Tensor):
+        if data.layout != torch.strided:
+            raise MaskError(f"{owner} takes a dense tensor, not {data.layout}: use .to_dense().")
         return data
     try:
         tensor = torch.as_tensor(data)
@@ -107,7 +117,8 @@ def as_integers(owner: str, name: str, data: object) -> Tensor:
     """Integers of any shape, as int64."""
     tensor = as_tensor(owner, data, empty=torch.int64)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        way_out = f" A flag for each token goes in {owner}(real=...)." if tensor.dtype == torch.bool else ""
+        flags = tensor.dtype == torch.bool and owner in ("KeyPadding", "QueryPadding")  # the others take none
+        way_out = f" A flag for each token goes in {owner}(real=...)." if flags else ""
         raise MaskError(f"{owner}: {name} must be integers, not {tensor.dtype}.{way_out}")
     # A copy: numbers of it are kept on the host, and a mask doesn't change when the caller's tensor does.
     return tensor.to(torch.int64, copy=True)
