@@ -47,7 +47,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, H, L, _E = query.shape
     return query.new_empty(B, H, L, value.shape[-1]), query.new_empty((B, H, L), dtype=torch.float32)
 
@@ -86,7 +86,7 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(dcontext: Tensor, context: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def _(_dcontext: Tensor, _context: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     *tensors, bias = inputs[:4]
     dbias = lse.new_empty(bias.shape if inputs[-1] else 0)
     return *(tensor.new_empty(tensor.shape) for tensor in tensors), dbias
