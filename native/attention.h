@@ -99,5 +99,5 @@ struct Kernels {
 };
 
 constexpr int64_t ROWS = 64;    // query rows in a block
-constexpr int64_t KEYS = 256;   // keys at a time
+constexpr int64_t KEYS = 256;   // keys at a time, at most; runs of keys are multiples of it
 constexpr int64_t STRIP = 4096; // keys whose weights can be kept until their sum is known: 1 MiB

@@ -37,27 +37,24 @@ struct BackwardRoom {
 // The block's query rows, the gradient of their context, and the sum of each row's dC * C.
 static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
   for (int64_t r = 0; r < k.count; r++) k.dead[r] = k.dead[r] || p.seen.lse[k.row(p, r)] == -INF;
-  read_rows(p, k, p.query, p.E, p.scale * LOG2E, w.query_rows, padded(p.E), w.query);
+  read_rows(p, k, p.query, p.E, p.scale, w.query_rows, padded(p.E), w.query);
   read_rows(p, k, p.gradient.context, p.Ev, 1, w.context_rows, padded(p.Ev), w.context);
   Scan::rows(p, w.query_rows, padded(p.E), k.count, padded(p.E));
   Scan::rows(p, w.context_rows, padded(p.Ev), k.count, padded(p.Ev));
   for (int64_t r = 0; r < k.width; r++) {
-    w.lse[r] = w.delta[r] = 0;
+    w.lse[r] = INF; // of a dead row all weights are 0
+    w.delta[r] = 0;
     if (k.dead[r]) continue;
-    w.lse[r] = p.seen.lse[k.row(p, r)] * LOG2E;
+    w.lse[r] = p.seen.lse[k.row(p, r)];
     read_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, 1, w.values);
     for (int64_t e = 0; e < p.Ev; e++) w.delta[r] += w.values[e] * w.context_rows[r * padded(p.Ev) + e];
   }
 }
 
-// P = the kept weights and dS = the gradient of the scores (in natural units), [key][row]; false: all hidden.
+// P = the kept weights and dS = the gradient of the scores, [key][row]; false: all hidden.
 static bool gradients_of_scores(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
   const int64_t width = k.width;
-  if (has_grid(p)) {
-    Sight sight = read_grid(p, k, from, n, w.grid, w.grid_rows);
-    if (sight == Sight::non_finite && p.non_finite) Scan::report(p); // of a bias, perhaps where it is hidden
-    if (sight != Sight::some) return false;
-  }
+  if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
   matmul<false>(n, width / LANES, p.E, K.data, K.stride, w.query, width, w.P, width, false);
   hide(k, from, n, has_grid(p) ? w.grid : nullptr, w.P);
   Matrix V = rows_of(p.value, p.dtype, at(p.value, k.b, k.kv, from), n, p.Ev, 1, w.values);
@@ -65,9 +62,9 @@ static bool gradients_of_scores(const Problem &p, const Block &k, const Backward
   for (int64_t j = 0; j < n; j++)
     for (int64_t r = 0; r < width; r += LANES) {
       float *P = w.P + j * width + r, *dS = w.dS + j * width + r;
-      vec log_weight = load(P) - load(w.lse + r), dW = load(dS);
       // Never above 0, but for rounding: of scores of 1e18 that would be a weight of infinity.
-      vec weight = exp2(log_weight > splat(0) ? splat(0) : log_weight);
+      vec log_weight = load(P) - load(w.lse + r), dW = load(dS);
+      vec weight = exp(log_weight > splat(0) ? splat(0) : log_weight);
       if (p.dropout.on) {
         ivec keep = kept(p, k, from + j, r);
         dW = keep ? dW * splat(p.dropout.factor) : splat(0);
@@ -91,7 +88,7 @@ static size_t backward_partial(const Problem *p) { return p->S * (padded(p->E) +
 
 static void write_key(const Problem &p, int64_t head, int64_t j, const float *sums) {
   const int64_t b = head / p.Hkv, kv = head % p.Hkv;
-  write_row(p.gradient.key, p.dtype, at(p.gradient.key, b, kv, j), p.E, LN2, sums); // the query was read in log2 units
+  write_row(p.gradient.key, p.dtype, at(p.gradient.key, b, kv, j), p.E, 1, sums); // the query was read times scale
   write_row(p.gradient.value, p.dtype, at(p.gradient.value, b, kv, j), p.Ev, 1, sums + padded(p.E));
 }
 
@@ -109,7 +106,7 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
     begin(p, k, head, block);
     read_block(p, k, w);
     scan.keys(p, k, k.from, k.to);
-    if (Scan::hopeless(p)) return;
+    if (hopeless(p)) return;
     memset(w.dquery, 0, ROWS * wide * 4);
     for (int64_t j = k.from; j < k.to; j += BACKWARD_KEYS) {
       const int64_t n = min(BACKWARD_KEYS, k.to - j);

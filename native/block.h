@@ -80,6 +80,9 @@ static void begin(const Problem &p, Block &k, int64_t task_head, int64_t first, 
     k.low[r] = k.dead[r] ? 0 : low;
     k.high[r] = k.dead[r] ? p.S : high;
   }
+  // Keys may be read two at a time; what a row doesn't see of them is hidden.
+  k.from -= k.from % 2;
+  k.to = min(p.S, k.to + k.to % 2);
 }
 
 // The block'th of a key/value head.
@@ -111,16 +114,16 @@ INLINE float bias_at(const Problem &p, int64_t offset) {
   return p.mask.bias_dtype == Dtype::bf16 ? from_bf16(h) : from_f16(h);
 }
 
-// One row of what `visible` and the bias add to the scores: -inf where hidden. In units of log2.
+// One row of what `visible` and the bias add to the scores: -inf where hidden.
 static void grid_row(const Problem &p, const Block &k, int64_t r, int64_t from, int64_t n, float *to) {
   const Grid &v = p.mask.visible, &a = p.mask.bias;
   if (a.data) {
     int64_t o = k.b * a.batch + k.head[r] * a.head + k.query[r] * a.query + from * a.key;
     if (p.mask.bias_dtype == Dtype::f32 && a.key == 1) {
       const float *s = (const float *)a.data + o;
-      for (int64_t j = 0; j < n; j++) to[j] = s[j] * LOG2E;
+      for (int64_t j = 0; j < n; j++) to[j] = s[j];
     } else
-      for (int64_t j = 0; j < n; j++) to[j] = bias_at(p, o + j * a.key) * LOG2E;
+      for (int64_t j = 0; j < n; j++) to[j] = bias_at(p, o + j * a.key);
   } else
     for (int64_t j = 0; j < n; j++) to[j] = 0;
   if (v.data) {
@@ -132,10 +135,15 @@ static void grid_row(const Problem &p, const Block &k, int64_t r, int64_t from, 
   }
 }
 
-enum class Sight { nothing, some, non_finite };
+// A NaN or infinity that a query could see is for the caller to deal with.
+INLINE void report(const Problem &p) {
+  if (p.non_finite) __atomic_store_n(p.non_finite, 1, __ATOMIC_RELAXED);
+}
+INLINE bool hopeless(const Problem &p) { return p.non_finite && __atomic_load_n(p.non_finite, __ATOMIC_RELAXED); }
 
-// What `visible` and the bias add to the scores of n keys, turned: grid[n][width]. rows: room for width x n.
-static Sight read_grid(const Problem &p, const Block &k, int64_t from, int64_t n, float *grid, float *rows) {
+// What `visible` and the bias add to the scores of n keys, turned: grid[n][width]. False if that hides them all.
+// rows: room for width x n.
+static bool read_grid(const Problem &p, const Block &k, int64_t from, int64_t n, float *grid, float *rows) {
   const Grid &v = p.mask.visible, &a = p.mask.bias;
   // A tensor without axes of heads and queries (padding): one row says it all.
   const bool same = !v.head && !v.query && !a.head && !a.query;
@@ -148,17 +156,17 @@ static Sight read_grid(const Problem &p, const Block &k, int64_t from, int64_t n
     int64_t j = 0;
     for (; j + LANES <= n; j += LANES) seen |= load(to + j) > splat(-INF);
     for (; j < n; j++) top = to[j] > top ? to[j] : top;
-    if (a.data) // +inf and NaN are for a slower path
+    if (a.data)
       for (j = 0; j < n; j++)
-        if (!(to[j] < INF)) return Sight::non_finite;
+        if (!(to[j] < INF)) report(p);
   }
-  if (!any(seen) && top == -INF) return Sight::nothing;
+  if (!any(seen) && top == -INF) return false;
   if (same)
     for (int64_t j = 0; j < n; j++)
       for (int64_t r = 0; r < k.width; r += LANES) store(grid + j * k.width + r, splat(rows[j]));
   else
     transpose(rows, n, k.count, n, grid, k.width, k.width);
-  return Sight::some;
+  return true;
 }
 
 // Hides what intervals and grid hide: P[key][row] = -inf.

@@ -1,7 +1,9 @@
 // Choice of the instruction set, cutting into tasks, threads. Compiled for any processor of its kind.
 #include "dispatch.h"
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 #if defined(_OPENMP)
@@ -9,6 +11,10 @@
 #endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #define KERNELS(name) extern "C" const Kernels kernels_##name;
@@ -37,36 +43,45 @@ KERNELS(generic)
 
 namespace {
 
-const std::vector<const Kernels *> &usable() {
-  static const std::vector<const Kernels *> found = [] {
-    std::vector<const Kernels *> list;
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    (void)v4, (void)v3;
+#define HAS(feature) __builtin_cpu_supports(feature)
+bool v3() { return HAS("avx2") && HAS("fma") && HAS("f16c") && HAS("bmi") && HAS("bmi2") && HAS("lzcnt"); }
+bool v4() { return v3() && HAS("avx512f") && HAS("avx512bw") && HAS("avx512cd") && HAS("avx512dq") && HAS("avx512vl"); }
+#endif
+
+std::vector<const Kernels *> find() {
+  std::vector<const Kernels *> found;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
+#if defined(HAVE_ISA_AMX) && defined(__linux__)
+  // Linux gives the registers of tiles to processes that ask for them: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
+  if (v4() && HAS("avx512bf16") && HAS("amx-tile") && HAS("amx-bf16") && !syscall(SYS_arch_prctl, 0x1023, 18))
+    found.push_back(&kernels_amx);
+#endif
 #if defined(HAVE_ISA_AVX512BF16)
-    if (v4 && __builtin_cpu_supports("avx512bf16")) list.push_back(&kernels_avx512bf16);
+  if (v4() && HAS("avx512bf16")) found.push_back(&kernels_avx512bf16);
 #endif
 #if defined(HAVE_ISA_AVX512)
-    if (v4) list.push_back(&kernels_avx512);
+  if (v4()) found.push_back(&kernels_avx512);
 #endif
 #if defined(HAVE_ISA_AVX2)
-    if (v3) list.push_back(&kernels_avx2);
-#endif
+  if (v3()) found.push_back(&kernels_avx2);
 #endif
 #if defined(HAVE_ISA_BASELINE)
-    list.push_back(&kernels_baseline);
+  found.push_back(&kernels_baseline);
 #endif
 #if defined(HAVE_ISA_NEON)
-    list.push_back(&kernels_neon);
+  found.push_back(&kernels_neon);
 #endif
 #if defined(HAVE_ISA_GENERIC)
-    list.push_back(&kernels_generic);
+  found.push_back(&kernels_generic);
 #endif
-    return list;
-  }();
+  return found;
+}
+
+const std::vector<const Kernels *> &usable() {
+  static const std::vector<const Kernels *> found = find();
   return found;
 }
 
@@ -175,6 +190,7 @@ double peak(int64_t threads) {
 bool attend(Problem &p) {
   const Kernels &K = *chosen;
   const int64_t heads = p.B * p.Hkv, rows = p.H / p.Hkv * p.L, threads = threads_for(p, 1);
+  if (!rows && p.seen.received) std::memset(p.seen.received, 0, p.B * p.H * p.S * 4);
   if (!heads || !rows) return true;
   int32_t non_finite = 0;
   if (p.non_finite) p.non_finite = &non_finite;

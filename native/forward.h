@@ -1,8 +1,7 @@
 // The forward pass: an online softmax over blocks of keys (Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al.
 // 2022, arXiv 2205.14135), and the statistics of the weights in the same pass.
 #pragma once
-#include "block.h"
-#include "matmul.h"
+#include "pairs.h"
 
 namespace {
 
@@ -17,11 +16,11 @@ struct Arena {
   }
 };
 
-// What a block's rows have gathered over the keys so far. Scores are in units of log2; sums are relative to `top`.
+// What a block's rows have gathered over the keys so far. Sums are relative to `top`.
 struct Sums {
-  float *context;           // [ROWS][Ev padded]
-  float *top, *sum;         // [ROWS]: the largest score, the sum of 2^(score - top)
-  float *surprise, *far;    // [ROWS]: sums of 2^(score - top) times (score - top), and times the distance
+  float *context;           // [ROWS][Ev padded], or turned where products go by pairs
+  float *top, *sum;         // [ROWS]: the largest score, the sum of e^(score - top)
+  float *surprise, *far;    // [ROWS]: sums of e^(score - top) times (score - top), and times the distance
   float *mass;              // [groups][ROWS]
   float *best, *best_key;   // [top k][ROWS]: the largest scores and (int32) their keys
   float *at;                // [offsets][ROWS]: scores at fixed distances
@@ -52,10 +51,13 @@ struct Sums {
 struct Room {
   float *rows, *query; // [ROWS][E padded], [E][width]
   float *P, *grid, *grid_rows, *kept, *keys, *values;
-  float *alpha, *inverse, *tops; // [ROWS], [ROWS], [STRIP / KEYS][ROWS]
+  float *alpha, *inverse, *tops;  // [ROWS], [ROWS], [blocks of keys in a strip][ROWS]
+  float *query_pairs, *P_pairs;   // [E / 2][width], [KEYS / 2][width]
+  bool pairs;
+  Turned turned_values;
 
   Room(const Problem &p, Arena &a) {
-    const int64_t n = min(KEYS, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
+    const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
     rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
     P = a.take(strip * ROWS);
@@ -63,19 +65,20 @@ struct Room {
     grid_rows = a.take(has_grid(p) ? n * ROWS : 0);
     kept = a.take(p.dropout.on ? n * ROWS : 0);
     keys = a.take(n * padded(p.E));
-    values = a.take(n * padded(p.Ev));
+    values = a.take(max(n, ROWS) * padded(p.Ev));
     alpha = a.take(ROWS);
     inverse = a.take(ROWS);
-    tops = a.take(p.seen.received ? STRIP / KEYS * ROWS : 0);
+    tops = a.take(p.seen.received ? STRIP / once * ROWS : 0);
+    pairs = by_pairs(p);
+    query_pairs = a.take(pairs ? p.E / 2 * ROWS : 0);
+    P_pairs = a.take(pairs ? KEYS / 2 * ROWS : 0);
+    turned_values.words = a.take(pairs ? Turned::size(p, p.Ev) : 0);
   }
 };
 
-// Inputs that a task has found finite; a NaN or infinity that a query could see is for the caller to deal with.
+// Keys that a task has found finite.
 struct Scan {
   int64_t from = 0, to = 0;
-
-  static void report(const Problem &p) { __atomic_store_n(p.non_finite, 1, __ATOMIC_RELAXED); }
-  static bool hopeless(const Problem &p) { return p.non_finite && __atomic_load_n(p.non_finite, __ATOMIC_RELAXED); }
 
   void keys(const Problem &p, const Block &k, int64_t start, int64_t stop) {
     if (!p.non_finite || start >= stop) return;
@@ -96,24 +99,39 @@ struct Scan {
   }
 };
 
-static void scores(const Problem &p, const Block &k, const float *query, int64_t from, int64_t n, float *P, float *keys) {
-  Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, 1, keys);
-  matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, query, k.width, P, k.width, false);
+// P[n][width] = K V' with rows of a tensor like the key in place, and pairs [features / 2][width].
+static void by_words(const Problem &, const Block &k, const View &v, int64_t from, int64_t n, int64_t features, const float *pairs, float *P) {
+  const float *words = (const float *)((const uint16_t *)v.data + at(v, k.b, k.kv, from));
+  matmul_pairs(n, k.width, features / 2, words, v.row / 2, pairs, k.width, P, k.width, false);
+}
+
+static void scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
+  if (w.pairs) {
+    by_words(p, k, p.key, from, n, p.E, w.query_pairs, P);
+    const vec scale = splat(p.scale);
+    for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * scale);
+    return;
+  }
+  Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, 1, w.keys);
+  matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, w.query, k.width, P, k.width, false);
+}
+
+// The block's queries: times scale and turned, or as pairs.
+static void read_queries(const Problem &p, const Block &k, const Room &w) {
+  read_rows(p, k, p.query, p.E, w.pairs ? 1 : p.scale, w.rows, padded(p.E), w.query);
+  Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
+  if (w.pairs) pairs_of(w.query, p.E, k.width, w.query_pairs);
 }
 
 // Scores of n keys, hidden ones -inf; false if the grid hides them all.
 static bool masked_scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
-  if (has_grid(p)) {
-    Sight sight = read_grid(p, k, from, n, w.grid, w.grid_rows);
-    if (sight == Sight::non_finite && p.non_finite) Scan::report(p);
-    if (sight == Sight::nothing) return false;
-  }
-  scores(p, k, w.query, from, n, P, w.keys);
+  if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
+  scores(p, k, w, from, n, P);
   hide(k, from, n, has_grid(p) ? w.grid : nullptr, P);
   return true;
 }
 
-// P becomes 2^(P - top), for N vectors of rows; sums go on, alpha is what earlier sums were multiplied by.
+// P becomes e^(P - top), for N vectors of rows; sums go on, alpha is what earlier sums were multiplied by.
 template <int N, bool SURPRISE, bool FAR>
 static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float shift, float *P, const Sums &s, float *alpha) {
   const int64_t width = k.width;
@@ -127,15 +145,15 @@ static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float 
     UNROLL for (int c = 0; c < N; c++) top[c] = vmax(load(P + j * width + c * LANES), top[c]);
   UNROLL for (int c = 0; c < N; c++) {
     store(s.top + row + c * LANES, top[c]);
-    top[c] = top[c] == splat(-INF) ? splat(0) : top[c]; // nothing seen yet: 2^(-inf - 0) = 0
+    top[c] = top[c] == splat(-INF) ? splat(0) : top[c]; // nothing seen yet: e^(-inf - 0) = 0
   }
   for (int64_t j = 0; j < n; j++)
     UNROLL for (int c = 0; c < N; c++) {
       float *at = P + j * width + c * LANES;
-      vec x = load(at) - top[c], weight = exp2(x);
+      vec x = load(at) - top[c], weight = exp(x);
       store(at, weight);
       sum[c] += weight;
-      if (SURPRISE) surprise[c] += weight * vmax(x, splat(-127.f)); // 0 * -inf is NaN
+      if (SURPRISE) surprise[c] += weight * vmax(x, splat(-88.f)); // 0 * -inf is NaN
       if (FAR) {
         vec apart = place[c] - splat((float)j);
         far[c] += weight * vmax(apart, -apart);
@@ -143,7 +161,7 @@ static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float 
     }
   UNROLL for (int c = 0; c < N; c++) {
     const int64_t r = row + c * LANES;
-    vec fall = old[c] - top[c], factor = exp2(fall), before = load(s.sum + r);
+    vec fall = old[c] - top[c], factor = exp(fall), before = load(s.sum + r);
     store(alpha + r, factor);
     if (SURPRISE) {
       fall = old[c] == splat(-INF) ? splat(0) : fall;
@@ -236,11 +254,40 @@ static const float *drop(const Problem &p, const Block &k, int64_t from, int64_t
   return kept_weights;
 }
 
-// Keys [from, to) into the block's sums. With `strip` the weights stay in P, block after block.
-static void gather(const Problem &p, const Block &k, const Room &w, Sums &s, int64_t from, int64_t to, bool strip) {
+// context = alpha context + weights^T V
+static void add_context(const Problem &p, const Block &k, const Room &w, const Sums &s, int64_t from, int64_t n, const float *weights) {
   const int64_t vectors = padded(p.Ev) / LANES;
-  for (int64_t j = from; j < to; j += KEYS) {
-    const int64_t n = min(KEYS, to - j), step = (j - from) / KEYS;
+  for (int64_t r = 0; r < k.count; r++)
+    if (!s.fresh && w.alpha[r] != 1)
+      for (int64_t e = 0; e < vectors; e++) {
+        float *c = s.context + (r * vectors + e) * LANES;
+        store(c, load(c) * splat(w.alpha[r]));
+      }
+  Matrix V = rows_of(p.value, p.dtype, at(p.value, k.b, k.kv, from), n, p.Ev, LANES, w.values);
+  matmul<true>(k.count, vectors, n, weights, k.width, V.data, V.stride, s.context, vectors * LANES, !s.fresh);
+}
+
+// The same turned: context^T = alpha context^T + V^T weights, with V^T in words of two keys.
+static void add_context_by_pairs(const Problem &p, const Block &k, Room &w, const Sums &s, int64_t from, int64_t n, const float *weights) {
+  if (!s.fresh)
+    for (int64_t e = 0; e < p.Ev; e++)
+      for (int64_t r = 0; r < k.width; r += LANES) {
+        float *c = s.context + e * k.width + r;
+        store(c, load(c) * load(w.alpha + r));
+      }
+  const int64_t words = (n + 31) / 32 * 16;
+  pairs_of(weights, n, k.width, w.P_pairs);
+  for (int64_t i = (n + 1) / 2 * k.width; i < words * k.width; i++) w.P_pairs[i] = 0;
+  w.turned_values.need(p, k, p.value, p.Ev, from, from + n);
+  const float *V = w.turned_values.words + from / 2;
+  matmul_pairs(p.Ev, k.width, words, V, w.turned_values.stride, w.P_pairs, k.width, s.context, k.width, !s.fresh);
+}
+
+// Keys [from, to) into the block's sums. With `strip` the weights stay in P, block after block.
+static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t from, int64_t to, bool strip) {
+  const int64_t once = keys_at_once(p);
+  for (int64_t j = from; j < to; j += once) {
+    const int64_t n = min(once, to - j), step = (j - from) / once;
     float *P = strip ? w.P + (j - from) * k.width : w.P;
     if (!masked_scores(p, k, w, j, n, P)) {
       if (strip) {
@@ -257,15 +304,9 @@ static void gather(const Problem &p, const Block &k, const Room &w, Sums &s, int
     else softmax_rows<false, false>(p, k, j, n, P, s, w.alpha);
     if (strip) memcpy(w.tops + step * ROWS, s.top, ROWS * 4);
     if (p.seen.groups) add_mass(p, k, j, n, P, s, w.alpha);
-    for (int64_t r = 0; r < k.count; r++)
-      if (!s.fresh && w.alpha[r] != 1)
-        for (int64_t e = 0; e < vectors; e++) {
-          float *c = s.context + (r * vectors + e) * LANES;
-          store(c, load(c) * splat(w.alpha[r]));
-        }
     const float *weights = drop(p, k, j, n, P, w.kept);
-    Matrix V = rows_of(p.value, p.dtype, at(p.value, k.b, k.kv, j), n, p.Ev, LANES, w.values);
-    matmul<true>(k.count, vectors, n, weights, k.width, V.data, V.stride, s.context, vectors * LANES, !s.fresh);
+    if (w.pairs) add_context_by_pairs(p, k, w, s, j, n, weights);
+    else add_context(p, k, w, s, j, n, weights);
     s.fresh = false;
   }
 }
@@ -280,9 +321,9 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
     float *context = s.context + r * padded(p.Ev);
     if (dead) memset(context, 0, p.Ev * 4);
     write_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, dead ? 1 : inverse[r], context);
-    const float log_sum = dead ? 0 : __builtin_log2f(s.sum[r]);
-    if (seen.lse) seen.lse[i] = dead ? -INF : (s.top[r] + log_sum) * LN2;
-    if (seen.entropy) seen.entropy[i] = dead ? 0 : (log_sum - s.surprise[r] * inverse[r]) * LN2;
+    const float log_sum = dead || !(seen.lse || seen.entropy) ? 0 : __builtin_logf(s.sum[r]);
+    if (seen.lse) seen.lse[i] = dead ? -INF : s.top[r] + log_sum;
+    if (seen.entropy) seen.entropy[i] = dead ? 0 : log_sum - s.surprise[r] * inverse[r];
     if (seen.max_weight) seen.max_weight[i] = inverse[r];
     if (seen.distance) seen.distance[i] = dead ? 0 : s.far[r] * inverse[r];
     for (int64_t g = 0; g < seen.groups; g++)
@@ -293,7 +334,7 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
       for (int64_t r = 0; r < k.width; r += LANES) {
         float weight[LANES];
         vec top = load(s.top + r), x = load(at + t * ROWS + r) - (top == splat(-INF) ? splat(0) : top);
-        store(weight, exp2(x) * load(inverse + r));
+        store(weight, exp(x) * load(inverse + r));
         for (int64_t i = r; i < min(r + LANES, k.count); i++)
           to[k.row(p, i) * count + t] = inverse[i] == 0 ? 0 : weight[i - r];
       }
@@ -309,19 +350,20 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
 static void received_of(const Problem &p, const Block &k, const Room &w, const Sums &s, bool strip, float *received) {
   float top[ROWS], factor[ROWS];
   for (int64_t r = 0; r < k.width; r++) top[r] = s.top[r] == -INF ? 0 : s.top[r];
-  for (int64_t j = k.from; j < k.to; j += KEYS) {
-    const int64_t n = min(KEYS, k.to - j);
+  const int64_t once = keys_at_once(p);
+  for (int64_t j = k.from; j < k.to; j += once) {
+    const int64_t n = min(once, k.to - j);
     float *P = strip ? w.P + (j - k.from) * k.width : w.P;
     if (strip) {
-      const float *then = w.tops + (j - k.from) / KEYS * ROWS; // what the weights are relative to
+      const float *then = w.tops + (j - k.from) / once * ROWS; // what the weights are relative to
       for (int64_t r = 0; r < k.width; r += LANES)
-        store(factor + r, exp2(load(then + r) - load(top + r)) * load(w.inverse + r));
+        store(factor + r, exp(load(then + r) - load(top + r)) * load(w.inverse + r));
     } else {
       if (!masked_scores(p, k, w, j, n, P)) continue;
       for (int64_t i = 0; i < n; i++)
         for (int64_t r = 0; r < k.width; r += LANES) {
           float *x = P + i * k.width + r;
-          store(x, exp2(load(x) - load(top + r)));
+          store(x, exp(load(x) - load(top + r)));
         }
       memcpy(factor, w.inverse, sizeof factor);
     }
@@ -356,9 +398,8 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     begin(p, k, head, 0);
     s.clear(p, k);
     const int64_t from = max(k.from, run * p.key_run), to = min(k.to, (run + 1) * p.key_run);
-    read_rows(p, k, p.query, p.E, p.scale * LOG2E, w.rows, padded(p.E), w.query);
-    Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
-    for (int64_t j = from; j < to && !Scan::hopeless(p); j += KEYS) {
+    read_queries(p, k, w);
+    for (int64_t j = from; j < to && !hopeless(p); j += KEYS) {
       if (p.non_finite) scan.check(p, k, j, min(j + KEYS, to)); // while they are in the cache
       gather(p, k, w, s, j, min(j + KEYS, to), false);
     }
@@ -366,6 +407,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     return;
   }
   Sums s(p, a);
+  if (w.pairs) begin_pairs(), w.turned_values.begin(p, w.turned_values.words, p.Ev);
   const int64_t head = task / p.splits, split = p.splits - 1 - task % p.splits, group = p.H / p.Hkv; // causal: long ones first
   float *received = nullptr;
   if (p.seen.received) {
@@ -375,15 +417,21 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
   for (int64_t block = split * p.blocks / p.splits; block < (split + 1) * p.blocks / p.splits; block++) {
     begin(p, k, head, block);
     s.clear(p, k);
-    read_rows(p, k, p.query, p.E, p.scale * LOG2E, w.rows, padded(p.E), w.query);
-    Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
+    read_queries(p, k, w);
     scan.keys(p, k, k.from, k.to);
-    if (Scan::hopeless(p)) return;
+    if (hopeless(p)) break;
     const bool strip = received && k.to - k.from <= STRIP;
     gather(p, k, w, s, k.from, k.to, strip);
-    finish(p, k, s, w.inverse);
+    if (w.pairs) { // the rows' contexts, no longer turned, in the room of the values
+      Sums rows = s;
+      rows.context = w.values;
+      transpose(s.context, k.width, p.Ev, k.width, rows.context, padded(p.Ev), padded(p.Ev));
+      finish(p, k, rows, w.inverse);
+    } else
+      finish(p, k, s, w.inverse);
     if (received) received_of(p, k, w, s, strip, received);
   }
+  if (w.pairs) end_pairs();
 }
 
 // The runs of keys of one head put together.
@@ -400,12 +448,12 @@ static void forward_merge(const Problem *problem, float *scratch, int64_t head) 
     Sums s(p, own);
     for (int64_t r = 0; r < k.width; r += LANES) {
       const vec a = load(all.top + r), b = load(s.top + r), top = vmax(a, b), known = top == splat(-INF) ? splat(0) : top;
-      const vec fall_a = a - known, fall_b = b - known, x = exp2(fall_a), y = exp2(fall_b);
+      const vec fall_a = a - known, fall_b = b - known, x = exp(fall_a), y = exp(fall_b);
       const vec sum_a = load(all.sum + r), sum_b = load(s.sum + r);
       store(all.top + r, top);
       store(all.sum + r, x * sum_a + y * sum_b);
-      store(all.surprise + r, x * (load(all.surprise + r) + vmax(fall_a, splat(-127)) * sum_a) +
-                                  y * (load(s.surprise + r) + vmax(fall_b, splat(-127)) * sum_b));
+      store(all.surprise + r, x * (load(all.surprise + r) + vmax(fall_a, splat(-88)) * sum_a) +
+                                  y * (load(s.surprise + r) + vmax(fall_b, splat(-88)) * sum_b));
       store(all.far + r, x * load(all.far + r) + y * load(s.far + r));
       for (int64_t g = 0; g < p.seen.groups; g++)
         store(all.mass + g * ROWS + r, x * load(all.mass + g * ROWS + r) + y * load(s.mass + g * ROWS + r));
@@ -447,20 +495,21 @@ static void received(const Problem *problem, float *scratch, int64_t task) {
   float *to = p.seen.received + head * group * p.S;
   const int64_t start = run * p.key_run, stop = min(p.S, start + p.key_run);
   for (int64_t g = 0; g < group; g++) memset(to + g * p.S + start, 0, max(0, stop - start) * 4);
-  read_rows(p, k, p.query, p.E, p.scale * LOG2E, w.rows, padded(p.E), w.query);
+  read_queries(p, k, w);
   float lse[ROWS], alive[ROWS];
   for (int64_t r = 0; r < k.width; r++) {
-    lse[r] = r < k.count ? p.seen.lse[k.row(p, r)] * LOG2E : -INF;
+    lse[r] = r < k.count ? p.seen.lse[k.row(p, r)] : -INF;
     alive[r] = lse[r] == -INF ? 0 : 1;
     if (lse[r] == -INF) lse[r] = 0;
   }
-  for (int64_t j = max(k.from, start); j < min(k.to, stop); j += KEYS) {
-    const int64_t n = min(KEYS, min(k.to, stop) - j);
+  const int64_t once = keys_at_once(p);
+  for (int64_t j = max(k.from, start); j < min(k.to, stop); j += once) {
+    const int64_t n = min(once, min(k.to, stop) - j);
     if (!masked_scores(p, k, w, j, n, w.P)) continue;
     for (int64_t i = 0; i < n; i++)
       for (int64_t r = 0; r < k.width; r += LANES) {
         float *x = w.P + i * k.width + r;
-        store(x, exp2(load(x) - load(lse + r)));
+        store(x, exp(load(x) - load(lse + r)));
       }
     add_received(p, k, j, n, w.P, alive, to);
   }

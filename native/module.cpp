@@ -31,11 +31,13 @@ struct Array : nb::dlpack::dltensor {
   }
 };
 
-View view(nb::handle tensor) {
-  Array a(tensor);
-  if (a.ndim != 4 || (a.shape[3] > 1 && a.strides[3] != 1)) throw nb::value_error("expected (B, H, rows, features), features side by side");
-  return {a.start(), a.step(0), a.step(1), a.step(2)};
+// Whether each row's features lie side by side, and rows of 16 bits start at whole words.
+bool readable(const Array &a) {
+  if (!a.shape[0] || !a.shape[1] || !a.shape[2]) return true;
+  return (a.shape[3] <= 1 || a.strides[3] == 1) && (a.dtype.bits != 16 || a.step(2) % 2 == 0 || a.shape[3] % 2);
 }
+
+View view(const Array &a) { return {a.start(), a.step(0), a.step(1), a.step(2)}; }
 
 Grid grid(nb::handle tensor) { // (B|1, H|1, L|1, S|1)
   if (tensor.is_none()) return {};
@@ -51,16 +53,19 @@ Grid per_query(nb::handle tensor) { // (B|1, L|1)
 
 template <class T = float> T *pointer(nb::handle tensor) { return tensor.is_none() ? nullptr : (T *)Array(tensor).start(); }
 
+struct Unreadable {};
+
 Problem problem(nb::handle query, nb::handle key, nb::handle value, nb::handle context, nb::handle lse, int64_t left,
                 int64_t right, nb::handle first, nb::handle behind, nb::handle visible, nb::handle bias, double scale,
                 nb::handle dropout, int64_t threads, bool trust) {
   static int32_t asked;
   Problem p{};
   Array q(query), k(key), v(value);
+  if (!readable(q) || !readable(k) || !readable(v)) throw Unreadable{};
   p.dtype = q.kind();
   p.B = q.shape[0], p.H = q.shape[1], p.L = q.shape[2], p.E = q.shape[3];
   p.Hkv = k.shape[1], p.S = k.shape[2], p.Ev = v.shape[3];
-  p.query = view(query), p.key = view(key), p.value = view(value), p.context = view(context);
+  p.query = view(q), p.key = view(k), p.value = view(v), p.context = view(Array(context));
   p.scale = (float)scale;
   p.mask.left = left, p.mask.right = right;
   p.mask.first = per_query(first), p.mask.behind = per_query(behind);
@@ -97,23 +102,37 @@ void read_statistics(Problem &p, nb::handle statistics) {
   seen.at_offsets = pointer(s[9]);
 }
 
-bool forward(nb::handle query, nb::handle key, nb::handle value, nb::handle context, nb::handle lse, int64_t left,
+// What a call comes to: done; a NaN or an infinity that a query could see, and results that mean nothing; or nothing
+// done, as the memory of query, key, value or the context's gradient isn't laid out as the kernels read it.
+enum Outcome { DONE, NON_FINITE, UNREADABLE };
+
+int forward(nb::handle query, nb::handle key, nb::handle value, nb::handle context, nb::handle lse, int64_t left,
              int64_t right, nb::handle first, nb::handle behind, nb::handle visible, nb::handle bias, double scale,
              nb::handle dropout, int64_t threads, bool trust, nb::handle statistics) {
-  Problem p = problem(query, key, value, context, lse, left, right, first, behind, visible, bias, scale, dropout, threads, trust);
-  read_statistics(p, statistics);
-  nb::gil_scoped_release release;
-  return attend(p);
+  try {
+    Problem p = problem(query, key, value, context, lse, left, right, first, behind, visible, bias, scale, dropout, threads, trust);
+    read_statistics(p, statistics);
+    nb::gil_scoped_release release;
+    return attend(p) ? DONE : NON_FINITE;
+  } catch (Unreadable) {
+    return UNREADABLE;
+  }
 }
 
-bool backward(nb::handle query, nb::handle key, nb::handle value, nb::handle context, nb::handle lse, int64_t left,
+int backward(nb::handle query, nb::handle key, nb::handle value, nb::handle context, nb::handle lse, int64_t left,
               int64_t right, nb::handle first, nb::handle behind, nb::handle visible, nb::handle bias, double scale,
               nb::handle dropout, int64_t threads, bool trust, nb::handle dcontext, nb::handle dquery, nb::handle dkey,
               nb::handle dvalue, nb::handle dbias) {
-  Problem p = problem(query, key, value, context, lse, left, right, first, behind, visible, bias, scale, dropout, threads, trust);
-  p.gradient = {view(dcontext), view(dquery), view(dkey), view(dvalue), grid(dbias)};
-  nb::gil_scoped_release release;
-  return attend_backward(p);
+  try {
+    Problem p = problem(query, key, value, context, lse, left, right, first, behind, visible, bias, scale, dropout, threads, trust);
+    Array of_context(dcontext);
+    if (!readable(of_context)) return UNREADABLE;
+    p.gradient = {view(of_context), view(Array(dquery)), view(Array(dkey)), view(Array(dvalue)), grid(dbias)};
+    nb::gil_scoped_release release;
+    return attend_backward(p) ? DONE : NON_FINITE;
+  } catch (Unreadable) {
+    return UNREADABLE;
+  }
 }
 
 } // namespace
@@ -134,6 +153,7 @@ NB_MODULE(_native, m) {
     for (const std::string &n : isas()) known += (known.empty() ? "" : ", ") + n;
     throw nb::value_error(("this processor and build have no instruction set '" + name + "': choose from " + known + ".").c_str());
   });
+  m.attr("DONE") = (int)DONE, m.attr("NON_FINITE") = (int)NON_FINITE, m.attr("UNREADABLE") = (int)UNREADABLE;
   m.def("openmp", openmp);
   m.def("peak", peak, nb::call_guard<nb::gil_scoped_release>());
   m.def("forward", forward, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),

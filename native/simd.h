@@ -30,7 +30,6 @@ typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alia
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 const float INF = __builtin_inff();
-const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 INLINE vec splat(float x) { return x - vec{}; }
 INLINE ivec isplat(int32_t x) { return x - ivec{}; }
@@ -61,19 +60,20 @@ INLINE bool any(ivec mask) {
 #endif
 }
 
-// 2^x for x <= 0; below 2^-126 it is 0, NaN stays NaN. Within 1 unit in the last place, and 2^0 is exactly 1.
-// (2^r - 1) / r by a Chebyshev fit of degree 5 on [-1/2, 1/2]; needs IEEE rules: no -ffast-math.
-INLINE vec exp2(vec x) {
+// e^x for x <= 0; below 2^-126 it is 0, NaN stays NaN, and e^0 is exactly 1.
+// e^x = 2^(n + r), and (2^r - 1) / r by a Chebyshev fit of degree 5 on [-1/2, 1/2]. Needs IEEE rules: no -ffast-math.
+INLINE vec exp(vec x) {
   const vec least = splat(-126.f);
-  vec y = x < least ? least : x;
+  x = x * splat(1.44269504f);
 #if defined(__AVX512F__)
-  vec n = (vec)_mm512_roundscale_ps((__m512)y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  vec n = (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
   const vec magic = splat(12582912.f); // adding 1.5 * 2^23 rounds to an integer
+  vec y = x < least ? least : x;
   vec n = y + magic;
   n = n - magic;
 #endif
-  vec r = y - n;
+  vec r = x - n;
   vec p = splat(0x1.444004p-13f);
   p = p * r + splat(0x1.5f0896p-10f);
   p = p * r + splat(0x1.3b2a1cp-7f);
@@ -82,14 +82,13 @@ INLINE vec exp2(vec x) {
   p = p * r + splat(0x1.62e430p-1f);
   p = p * r + splat(1.f);
 #if defined(__AVX512F__)
-  p = (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+  return (vec)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)least, _CMP_NLT_UQ), (__m512)p, (__m512)n);
 #else
   ivec bits = (__builtin_convertvector(n, ivec) + 127) << 23;
   vec power;
   memcpy(&power, &bits, sizeof power);
-  p = p * power;
+  return x < least ? splat(0) : p * power;
 #endif
-  return x < least ? splat(0) : p;
 }
 
 INLINE bool finite(float x) { return x - x == 0; }

@@ -1,5 +1,6 @@
 """`clearhead info`: versions from the installed packages, and a table that tells the truth about the backends."""
 
+import math
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import clearhead as ch
+from clearhead import linear
 from clearhead.backends import BACKENDS
 from clearhead.cli import app
 from clearhead.cli.info import requests
@@ -48,6 +50,30 @@ def test_versions_are_those_installed():
     assert shown["python"] == ".".join(map(str, sys.version_info[:3]))
     assert shown["threads"].startswith(f"{torch.get_num_threads()} of ")
     assert shown["devices"].startswith("cpu")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "env", "shown"),
+    [
+        (
+            [0.46, 0.9, 1.25],
+            "",
+            "oneDNN in 0.46, 0.90, 1.25 of torch's time (output, its gradients); taken below 0.85",
+        ),
+        ([0.0] * 3, "onednn", "by oneDNN, as CLEARHEAD_LINEAR says"),
+        ([math.inf] * 3, "torch", "by torch, as CLEARHEAD_LINEAR says"),
+        (
+            [0.46, math.inf, 1.2],
+            "",
+            "oneDNN in 0.46, inf, 1.20 of torch's time (output, its gradients); taken below 0.85",
+        ),
+    ],
+)
+def test_who_multiplies_in_the_projections(monkeypatch, ratios, env, shown):
+    monkeypatch.setattr(linear, "_ratios", dict(zip(linear.PRODUCTS, ratios, strict=True)))
+    assert facts(run(CLEARHEAD_LINEAR=env))["projections"] == shown
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert facts(run(CLEARHEAD_LINEAR=""))["projections"] == "by torch, which carries no oneDNN"
 
 
 def test_optional_packages_that_are_missing_are_named_with_their_extra(monkeypatch):

@@ -247,6 +247,12 @@ def test_segments_that_only_a_query_would_tell_apart() -> None:
     assert Segments([1, 2, 2, 1, 0], scattered)._split(L, S)[1] is not None
 
 
+def test_a_query_of_no_segment_widens_no_reach() -> None:
+    mask = Segments([5, 0], [0, 1, 1])
+    assert mask._reach(range(2), 2, 3) == range(1)
+    assert not mask._reach(range(1), 2, 3)
+
+
 def test_one_item_with_holes_leaves_the_run_to_the_rest() -> None:
     assert KeyPadding(real=[[1, 1, 0], [1, 1, 1]])._split(L, 3)[1] is None
     assert KeyPadding(real=[[1, 1, 0], [1, 0, 1]])._split(L, 3)[1] is not None

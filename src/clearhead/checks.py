@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,13 @@ class Request:
     @property
     def needs_grad(self) -> bool:
         """Whether autograd will want to come back through this call."""
-        tensors = (self.query, self.key, self.value, self.attn_bias)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        bias = self.attn_bias
+        return torch.is_grad_enabled() and (
+            self.query.requires_grad
+            or self.key.requires_grad
+            or self.value.requires_grad
+            or (bias is not None and bias.requires_grad)
+        )
 
     def seeded(self) -> Request:
         """With the seed of its dropout, drawn from torch's generator: manual_seed and checkpointing repeat it.
@@ -331,17 +336,17 @@ def check_inputs(query: Tensor, key: Tensor | None, value: Tensor | None) -> Non
         )
 
 
-def check_widths(given: Sequence[Tensor], projections: Sequence[nn.Module]) -> None:
+def check_widths(given: Sequence[Tensor], projections: Sequence[nn.Module], plain: Sequence[type[nn.Linear]]) -> None:
     """Validate query, key and value against the projections that take them.
 
-    A replaced projection takes what it likes; of a plain ``nn.Linear`` the width and dtype are known.
+    A replaced projection takes what it likes; of a `plain` one, of just these classes, width and dtype are known.
 
     Raises:
         ShapeError: another width or dtype.
     """
     for name, tensor, projection in zip(("query", "key", "value"), given, projections, strict=True):
-        if type(projection) is nn.Linear:
-            _check_fits(name, tensor, projection)
+        if type(projection) in plain:
+            _check_fits(name, tensor, cast("nn.Linear", projection))
 
 
 def _check_fits(name: str, given: Tensor, projection: nn.Linear) -> None:

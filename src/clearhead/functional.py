@@ -116,8 +116,12 @@ def attention(
 
 def in_own_precision(request: Request) -> AbstractContextManager[Any]:
     """Autocast ends where a call begins: the inputs' dtype decides, and statistics stay float32."""
-    device = request.query.device.type
-    return torch.autocast(device, enabled=False) if autocasting(device) else nullcontext()
+    if not autocasting(device := request.query.device.type):
+        return _AS_IT_IS
+    return torch.autocast(device, enabled=False)
+
+
+_AS_IT_IS = nullcontext()
 
 
 def seen_of(request: Request, context: Tensor, observe: Observe, found: dict[str, Any] | None = None) -> Seen:

@@ -23,8 +23,12 @@ from clearhead.checks import (
 from clearhead.errors import ShapeError
 from clearhead.functional import attention
 from clearhead.layouts import copy_parameters, from_other_layouts, weights_in
+from clearhead.linear import Linear
 from clearhead.masks import Mask
 from clearhead.observe import Observe, Seen
+
+# Projections that do this and no more: no subclass of theirs.
+PLAIN = (nn.Linear, Linear)
 
 
 class Core(nn.Module):
@@ -130,7 +134,7 @@ class MultiHeadAttention(nn.Module):
         self.scale = None if scale is None else check_scale(scale)
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+            return Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
 
         self.q_proj: nn.Module = linear(embed_dim, num_heads * self.head_dim)
         self.k_proj: nn.Module = linear(kdim, num_kv_heads * self.head_dim)
@@ -204,7 +208,7 @@ class MultiHeadAttention(nn.Module):
         check_inputs(query, key, value)
         key = query if key is None else key
         value = key if value is None else value
-        check_widths((query, key, value), (self.q_proj, self.k_proj, self.v_proj))
+        check_widths((query, key, value), (self.q_proj, self.k_proj, self.v_proj), PLAIN)
         options: dict[str, Any] = {
             "mask": mask,
             "attn_bias": attn_bias,
@@ -366,7 +370,7 @@ class MultiHeadAttention(nn.Module):
 
 def _is_plain(projection: nn.Module) -> bool:
     """Whether it is a linear layer and nothing else."""
-    return type(projection) is nn.Linear and not _hooks(projection)
+    return type(projection) in PLAIN and not _hooks(projection)
 
 
 def _has_known_width(projection: nn.Module) -> bool:

@@ -6,8 +6,8 @@ the mask goes along as a bool tensor where that exists already; else by tiles of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from clearhead.backends.base import Backend
 from clearhead.backends.blockwise import Blockwise, assemble, bias_tile
 from clearhead.backends.derivatives import transforming
 from clearhead.backends.inplace import watch
-from clearhead.backends.native_calls import FAR, Parts, Piece, backward, forward
+from clearhead.backends.native_calls import EVERYTHING, FAR, Parts, Piece, backward, forward
 from clearhead.backends.native_library import why_missing
 from clearhead.backends.native_ops import attend
 from clearhead.backends.nonfinite import set_aside
@@ -56,12 +56,13 @@ class Native(Backend):
     def see(self, request: Request, observe: Observe | None) -> tuple[Tensor, dict[str, Any]]:
         """The context, and the statistics that come in the same pass."""
         if not _plain(request):
-            return assemble((tile, attend(piece)) for tile, piece in _pieces(request)), {}
-        found: dict[str, Any] = {}
+            return _traced(request), {}
         if request.needs_grad:
+            found: dict[str, Any] = {}
             inputs = (request.query, request.key, request.value, request.attn_bias)
-            return _Attend.apply(*inputs, request, observe, found), found
-        context, _ = _forward(request, observe, found)
+            apply = cast("Callable[..., Tensor]", _Attend.apply)
+            return apply(*inputs, request, observe, found), found
+        context, _, found = _forward(request, observe, need_lse=False)
         return context, found
 
 
@@ -73,25 +74,29 @@ def _plain(request: Request) -> bool:
     return all(type(tensor) is Tensor or type(tensor) is Parameter for tensor in tensors)
 
 
-def _pieces(request: Request) -> Iterator[tuple[Tile, Piece]]:
-    """The whole call as one piece where nothing of size L x S must be made for it, else tiles of rows."""
-    B, _, L, S = request.sizes
-    mask, bias = request.mask, request.attn_bias
+def _whole(request: Request) -> Piece | None:
+    """The call as one piece; None where a mask of size L x S would have to be made for it."""
+    bias, mask = request.attn_bias, request.mask
     if bias is not None and bias.dtype == torch.float64:
         bias = bias.float()
-    of_call = (request.scale, request.dropout_p, request.seed)
-    whole = Tile(slice(0, B), ALL, slice(0, L), slice(0, S), L, S, request.query.device)
-    if mask is None:
-        yield whole, Piece(request.query, request.key, request.value, bias, Parts(), *of_call)
-        return
-    intervals, rest = mask._split(L, S)
-    if rest is None or rest._is_at_hand():
-        left = -FAR if intervals.left is None else intervals.left
-        right = FAR if intervals.right is None else intervals.right
-        visible = None if rest is None else rest._tile(whole)
-        parts = Parts(left, right, intervals.first, intervals.behind, visible)
-        yield whole, Piece(request.query, request.key, request.value, bias, parts, *of_call)
-        return
+    parts = EVERYTHING
+    if mask is not None:
+        _, _, L, S = request.sizes
+        (left, right, first, behind), rest = mask._split(L, S)
+        if rest is not None and not rest._is_at_hand():
+            return None
+        left, right = -FAR if left is None else left, FAR if right is None else right
+        everywhere = Tile(ALL, ALL, slice(0, L), slice(0, S), L, S, request.query.device)
+        parts = Parts(left, right, first, behind, None if rest is None else rest._tile(everywhere))
+    return Piece(
+        request.query, request.key, request.value, bias, parts, request.scale, request.dropout_p, request.seed
+    )
+
+
+def _tiles(request: Request) -> Iterator[tuple[Tile, Piece]]:
+    """The call by tiles of rows, each with its own part of the mask."""
+    mask = request.mask
+    assert mask is not None
     for tile in tiles(request, maps=mask.axes.get("h", 1)):
         assert isinstance(tile.batch, slice)
         assert isinstance(tile.queries, slice)
@@ -100,18 +105,25 @@ def _pieces(request: Request) -> Iterator[tuple[Tile, Piece]]:
         key, value = (tensor[tile.batch, :, tile.keys] for tensor in (request.key, request.value))
         origin = (tile.batch.start, tile.queries.start, tile.keys.start)
         parts = Parts(visible=mask._tile(tile))
-        yield tile, Piece(query, key, value, bias_tile(request, tile), parts, *of_call, origin)
+        bias = bias_tile(request, tile)
+        yield tile, Piece(query, key, value, bias, parts, request.scale, request.dropout_p, request.seed, origin)
 
 
-def _forward(request: Request, observe: Observe | None, found: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Context and lse; statistics are put into `found`."""
-    contexts, sums = [], []
-    for tile, piece in _pieces(request):
-        context, lse, seen = forward(piece, observe if piece.key is request.key else None)
-        found |= seen
-        contexts.append((tile, context))
-        sums.append((tile, lse))
-    return assemble(contexts), assemble(sums)
+def _traced(request: Request) -> Tensor:
+    piece = _whole(request)
+    return attend(piece) if piece is not None else assemble((tile, attend(part)) for tile, part in _tiles(request))
+
+
+def _forward(
+    request: Request, observe: Observe | None, *, need_lse: bool
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """Context, lse if needed, and the statistics that come in the same pass; by tiles none do."""
+    piece = _whole(request)
+    if piece is not None:
+        return forward(piece, observe, need_lse=need_lse)
+    found = [(tile, *forward(part)) for tile, part in _tiles(request)]
+    context = assemble((tile, part) for tile, part, _, _ in found)
+    return context, assemble((tile, part) for tile, _, part, _ in found if part is not None), {}
 
 
 class _Attend(torch.autograd.Function):
@@ -128,7 +140,8 @@ class _Attend(torch.autograd.Function):
         observe: Observe | None,
         found: dict[str, Any],
     ) -> Tensor:
-        context, lse = _forward(request, observe, found)
+        context, lse, seen = _forward(request, observe, need_lse=True)
+        found |= seen
         ctx.save_for_backward(query, key, value, bias, context, lse)
         ctx.call = (request.scale, request.dropout_p, request.seed, request.mask)
         ctx.unchanged = watch(request.mask)
@@ -140,8 +153,10 @@ class _Attend(torch.autograd.Function):
         ctx.unchanged()
         scale, dropout_p, seed, mask = ctx.call
         request = Request(query, key, value, mask, bias, scale, dropout_p, seed, axes=4)
-        found = _gradients_with_graph(request, dcontext) if torch.is_grad_enabled() else _backward(
-            request, context, lse, dcontext, bias_grad=ctx.needs_input_grad[3]
+        found = (
+            _gradients_with_graph(request, dcontext)
+            if torch.is_grad_enabled()
+            else _backward(request, context, lse, dcontext, bias_grad=ctx.needs_input_grad[3])
         )
         return *found, None, None, None
 
@@ -149,21 +164,23 @@ class _Attend(torch.autograd.Function):
 def _backward(
     request: Request, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool
 ) -> list[Tensor | None]:
-    pieces = list(_pieces(request))
     bias = request.attn_bias
-    if pieces[0][1].key is request.key:  # not a tile
-        *most, dbias = backward(pieces[0][1], context, lse, dcontext, bias_grad=bias_grad)
+    whole = _whole(request)
+    if whole is not None:
+        *most, dbias = backward(whole, context, lse, dcontext, bias_grad=bias_grad)
         return [*most, None if dbias is None or bias is None else dbias.to(bias.dtype)]
     # Sums over tiles, in float32.
-    dquery, dkey, dvalue = (torch.zeros_like(t, dtype=torch.float32) for t in (request.query, request.key, request.value))
+    dquery, dkey, dvalue = (
+        torch.zeros_like(t, dtype=torch.float32) for t in (request.query, request.key, request.value)
+    )
     dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias_grad else None
-    for tile, piece in pieces:
+    for tile, piece in _tiles(request):
         rows = (tile.batch, ALL, tile.queries)
         own = backward(piece, context[rows], lse[rows].contiguous(), dcontext[rows], bias_grad=bias_grad)
         dquery[rows] = own[0]
         dkey[tile.batch, :, tile.keys] += own[1]
         dvalue[tile.batch, :, tile.keys] += own[2]
-        if dbias is not None:
+        if dbias is not None and own[3] is not None:
             cut = (tile.batch, ALL, tile.queries, tile.keys)
             part = dbias[tuple(index if size != 1 else ALL for index, size in zip(cut, dbias.shape, strict=True))]
             part += own[3]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends.native_library import library
-from clearhead.backends.nonfinite import set_aside, visible_to
+from clearhead.backends.nonfinite import SetAside, set_aside, visible_to
 from clearhead.checks import Request
 from clearhead.masks import Mask
 from clearhead.observe import Observe
@@ -37,6 +37,9 @@ class Parts(NamedTuple):
     first: Tensor | None = None
     behind: Tensor | None = None
     visible: Tensor | None = None
+
+
+EVERYTHING = Parts()
 
 
 class Piece(NamedTuple):
@@ -92,37 +95,48 @@ class Piece(NamedTuple):
         return (threshold, *self.seed.tolist(), factor, *self.origin)
 
 
-def forward(piece: Piece, observe: Observe | None = None) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Context (B, Hq, L, Ev), lse (B, Hq, L), and the statistics asked for; none if something is not finite."""
-    piece = piece.packed()
+def forward(
+    piece: Piece, observe: Observe | None = None, *, need_lse: bool = True
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """Context (B, Hq, L, Ev), lse (B, Hq, L) if needed or seen on the way, and statistics that were asked for."""
     query, key, value = piece.query, piece.key, piece.value
-    B, H, L, _ = query.shape
-    context = query.new_empty(B, H, L, value.shape[-1])
-    lse = query.new_empty((B, H, L), dtype=torch.float32)
-    room = None if observe is None else _room(query, key, observe)
-    seen = None if room is None else room.as_tuple()
     kernels = library()
     assert kernels is not None
-    if kernels.forward(query, key, value, context, lse, *piece.rest(), False, seen):
-        return context, lse, {} if room is None or observe is None else room.found(lse, observe)
-    finite, aside = set_aside(piece.as_request())
-    piece = piece.of(finite).packed()
-    kernels.forward(piece.query, piece.key, piece.value, context, lse, *piece.rest(), True, None)
-    return context if aside is None else aside.restore(context), lse, {}
+    B, H, L, _ = query.shape
+    context = query.new_empty((B, H, L, value.shape[3]))
+    need_lse = need_lse or (observe is not None and (observe.lse or observe.received))
+    lse = query.new_empty((B, H, L), dtype=torch.float32) if need_lse else None
+    room = None if observe is None else _room(query, key, observe)
+    seen = None if room is None else room.as_tuple()
+    outcome = kernels.forward(query, key, value, context, lse, *piece.rest(), False, seen)
+    if outcome == kernels.UNREADABLE:
+        return forward(piece.packed(), observe, need_lse=need_lse)
+    aside = None
+    if outcome == kernels.NON_FINITE:
+        finite, aside = set_aside(piece.as_request())
+        piece = piece.of(finite).packed()
+        kernels.forward(piece.query, piece.key, piece.value, context, lse, *piece.rest(), True, seen)
+        if aside is not None:
+            context = aside.restore(context)
+    if room is None or observe is None:
+        return context, lse, {}
+    found = room.found(lse, observe)
+    return context, lse, found if aside is None else _spoil(found, aside)
 
 
 def backward(
     piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key and value, each like its tensor, and of the bias (float32) if asked for."""
-    piece = piece.packed()
-    dcontext = _packed(dcontext)
     tensors = (piece.query, piece.key, piece.value)
     dbias = None if piece.bias is None or not bias_grad else torch.zeros_like(piece.bias, dtype=torch.float32)
-    wanted = (*(torch.empty_like(tensor) for tensor in tensors), dbias)
+    wanted = (torch.empty_like(piece.query), torch.empty_like(piece.key), torch.empty_like(piece.value), dbias)
     kernels = library()
     assert kernels is not None
-    if kernels.backward(*tensors, context, lse, *piece.rest(), False, dcontext, *wanted):
+    outcome = kernels.backward(*tensors, context, lse, *piece.rest(), False, dcontext, *wanted)
+    if outcome == kernels.UNREADABLE:
+        return backward(piece.packed(), context, lse, _packed(dcontext), bias_grad=bias_grad)
+    if outcome == kernels.DONE:
         return wanted
     return _backward_of_non_finite(piece, context, lse, dcontext, wanted)
 
@@ -131,7 +145,8 @@ def _backward_of_non_finite(
     piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor, wanted: tuple[Tensor, Tensor, Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Rows that see something non-finite pass NaN to their query alone; rows whose own gradient is non-finite pass
-    NaN to all that they see."""
+    NaN to all that they see.
+    """
     request = piece.as_request()
     finite, aside = set_aside(request)
     spoilt = torch.zeros_like(lse, dtype=torch.bool) if aside is None else aside.spoilt()
@@ -148,7 +163,7 @@ def _backward_of_non_finite(
     kernels.backward(piece.query, piece.key, piece.value, *given, *rest, *wanted)
     dquery.masked_fill_((spoilt | broken)[..., None], torch.nan)
     if bool(broken.any()):
-        reached = visible_to(request, broken)
+        reached = visible_to(request, broken).unflatten(1, (-1, request.group)).any(dim=2)
         for grad in (dkey, dvalue):
             grad.masked_fill_(reached[..., None], torch.nan)
         if dbias is not None:
@@ -157,8 +172,12 @@ def _backward_of_non_finite(
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """The tensor with its features side by side."""
-    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
+    """The tensor with its features side by side, and half-precision rows at whole words."""
+    *_, row, feature = tensor.stride()
+    words = tensor.element_size() != 2 or row % 2 == 0 or tensor.shape[3] % 2 == 1 or tensor.shape[2] == 1
+    if (feature == 1 or tensor.shape[3] == 1) and words:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 # -- statistics of the same pass -------------------------------------------------------------------------------
@@ -196,7 +215,7 @@ class _Room:
             *(self.groups, of("mass"), self.offsets, of("offsets")),
         )
 
-    def found(self, lse: Tensor, observe: Observe) -> dict[str, Any]:
+    def found(self, lse: Tensor | None, observe: Observe) -> dict[str, Any]:
         """By the names of `Observe`."""
         fields: dict[str, Any] = dict(self.fields)
         if observe.lse:
@@ -214,7 +233,7 @@ def _room(query: Tensor, key: Tensor, observe: Observe) -> _Room | None:
         return None
     B, H, L, _ = query.shape
     S = key.shape[2]
-    shapes: dict[str, tuple[int, ...]] = {name: (B, H, L) for name in ("entropy", "max_weight", "distance")}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("entropy", "max_weight", "distance"), (B, H, L))
     shapes["received"] = (B, H, S)
     groups: list[Tensor] = []
     offsets: list[int] = []
@@ -231,6 +250,22 @@ def _room(query: Tensor, key: Tensor, observe: Observe) -> _Room | None:
     if "top weights" in fields:
         fields["top keys"] = torch.empty_like(fields["top weights"], dtype=torch.int32)
     return _Room(fields, groups, offsets)
+
+
+def _spoil(found: dict[str, Any], aside: SetAside) -> dict[str, Any]:
+    """NaN where the weights are; what depends on single weights is left for plain torch to find."""
+    rows = aside.spoilt(values=False)
+    if not bool(rows.any()):
+        return found
+    found = {name: value for name, value in found.items() if name not in ("top_k", "offsets")}
+    for name, value in found.items():
+        if name == "received":
+            found[name] = value.masked_fill(visible_to(aside.original, rows), torch.nan)
+        elif name == "mass":
+            found[name] = {group: part.masked_fill(rows, torch.nan) for group, part in value.items()}
+        else:
+            found[name] = value.masked_fill(rows, torch.nan)
+    return found
 
 
 # -- parts as a mask again -------------------------------------------------------------------------------------

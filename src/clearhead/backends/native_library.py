@@ -52,11 +52,12 @@ def why_missing() -> str | None:
 def _load() -> tuple[ModuleType | None, str | None]:
     try:
         module = importlib.import_module(NAME)
-        module.use_exchange(torch.Tensor.__dlpack_c_exchange_api__)  # how it reads tensors without torch's headers
-        return module, None
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError) or error.name != NAME:
             return None, f"the native kernels are there but do not load: {error}"
+    else:
+        module.use_exchange(torch.Tensor.__dlpack_c_exchange_api__)  # they read tensors without torch's headers
+        return module, None
     if sys.platform not in TOOLS:
         return None, "the native kernels were not built: they are for Linux and macOS"
     return None, f"the native kernels were not built: install {TOOLS[sys.platform]} and reinstall clearhead"

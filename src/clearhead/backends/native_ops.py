@@ -17,6 +17,7 @@ from clearhead.backends.native_calls import Parts, Piece, backward, forward
 def attend(piece: Piece) -> Tensor:
     """The context of a piece by the operator."""
     tensors = (piece.query, piece.key, piece.value, piece.bias)
+    context: Tensor
     context, _ = _attend(*tensors, *piece.parts, piece.scale, piece.dropout_p, piece.seed, list(piece.origin))
     return context
 
@@ -38,12 +39,15 @@ def _attend(
     origin: list[int],
 ) -> tuple[Tensor, Tensor]:
     parts = Parts(left, right, first, behind, visible)
-    context, lse, _ = forward(Piece(query, key, value, bias, parts, scale, dropout_p, seed, tuple(origin)))
+    batch, row, column = origin
+    piece = Piece(query, key, value, bias, parts, scale, dropout_p, seed, (batch, row, column))
+    context, lse, _ = forward(piece)
+    assert lse is not None
     return context, lse
 
 
 @_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, H, L, _E = query.shape
     return query.new_empty(B, H, L, value.shape[-1]), query.new_empty((B, H, L), dtype=torch.float32)
 
@@ -69,14 +73,20 @@ def _attend_backward(
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parts = Parts(left, right, first, behind, visible)
-    piece = Piece(query, key, value, bias, parts, scale, dropout_p, seed, tuple(origin))
+    batch, row, column = origin
+    piece = Piece(query, key, value, bias, parts, scale, dropout_p, seed, (batch, row, column))
     *most, dbias = backward(piece, context, lse, dcontext, bias_grad=bias_grad)
     dquery, dkey, dvalue = (grad.contiguous() for grad in most)
-    return dquery, dkey, dvalue, lse.new_empty(0) if dbias is None else dbias.contiguous()  # an operator gives no None
+    return (
+        dquery,
+        dkey,
+        dvalue,
+        lse.new_empty(0) if dbias is None else dbias.contiguous(),
+    )  # an operator gives no None
 
 
 @_attend_backward.register_fake
-def _(dcontext: Tensor, context: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def _(_dcontext: Tensor, _context: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     *tensors, bias = inputs[:4]
     dbias = lse.new_empty(bias.shape if inputs[-1] else 0)
     return *(tensor.new_empty(tensor.shape) for tensor in tensors), dbias
@@ -93,9 +103,7 @@ def _backward(ctx: Any, dcontext: Tensor, _: Tensor) -> tuple[Tensor | None, ...
     left, right, scale, dropout_p, origin = ctx.numbers
     bias_grad = ctx.needs_input_grad[3]
     mask = (left, right, first, behind, visible)
-    *most, dbias = _attend_backward(
-        dcontext, *tensors, bias, *mask, scale, dropout_p, seed, origin, bias_grad
-    )
+    *most, dbias = _attend_backward(dcontext, *tensors, bias, *mask, scale, dropout_p, seed, origin, bias_grad)
     return *most, dbias.to(bias.dtype) if bias_grad else None, *(None,) * 9
 
 

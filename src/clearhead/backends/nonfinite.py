@@ -54,13 +54,13 @@ class SetAside:
             return own | pairs.any(dim=-1)
         return (own & visible.any(dim=-1)) | (pairs & visible).any(dim=-1)
 
-    def spoilt(self) -> Tensor:
-        """Bool (B, Hq, L): queries that are non-finite, or see something non-finite."""
+    def spoilt(self, *, values: bool = True) -> Tensor:
+        """Bool (B, Hq, L): queries that are non-finite, or see a non-finite key, bias or (if `values`) value."""
         request = self.original
         if request.mask is None and request.attn_bias is None:  # every query sees every key
-            by_head = (self.key | self.value).any(dim=-1, keepdim=True)
+            by_head = (self.key | self.value if values else self.key).any(dim=-1, keepdim=True)
             return self.query | by_head.repeat_interleave(request.group, dim=1)
-        return assemble((tile, self.sees(tile, values=True)) for tile in tiles(request))
+        return assemble((tile, self.sees(tile, values=values)) for tile in tiles(request))
 
     def restore(self, context: Tensor) -> Tensor:
         """The context with NaN in every row that must have it."""
@@ -96,15 +96,13 @@ def set_aside(request: Request, largest: float = math.inf) -> tuple[Request, Set
 
 
 def visible_to(request: Request, queries: Tensor) -> Tensor:
-    """Bool (B, Hkv, S): keys that some of these queries, bool (B, Hq, L), may see."""
+    """Bool (B, Hq, S): keys that some of these queries, bool (B, Hq, L), may see."""
     B, H, _, S = request.sizes
-    found = torch.zeros(B, H // request.group, S, dtype=torch.bool, device=queries.device)
+    found = torch.zeros(B, H, S, dtype=torch.bool, device=queries.device)
     for tile in tiles(request):
         rows = queries[tile.batch, :, tile.queries, None]
         visible = visible_tile(request, tile)
-        seen = (rows if visible is None else rows & visible).any(dim=2)
-        by_head = seen.unflatten(1, (-1, request.group)).any(dim=2)
-        found[tile.batch, :, tile.keys] |= by_head
+        found[tile.batch, :, tile.keys] |= (rows if visible is None else rows & visible).any(dim=2)
     return found
 
 

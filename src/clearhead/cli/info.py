@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from clearhead.backends import BACKENDS
+from clearhead.backends.native_library import library, why_missing
 from clearhead.checks import Request, check
-from clearhead.cli.terminal import console
+from clearhead.cli.terminal import console, one_line_errors
+from clearhead.linear import MARGIN, PRODUCTS, available, ratio
 from clearhead.masks import Causal, KeyPadding
 from clearhead.view.text import visible_text
 
@@ -60,8 +62,30 @@ def _machine() -> dict[str, str]:
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores",
+        "kernels": _kernels(),
         "devices": ", ".join(devices),
+        "projections": _projections(),
     }
+
+
+def _projections() -> str:
+    ratios = [ratio(product) for product in PRODUCTS]
+    if os.environ.get("CLEARHEAD_LINEAR"):
+        return f"by {'oneDNN' if ratios[0] < MARGIN else 'torch'}, as CLEARHEAD_LINEAR says"
+    if not available():
+        return "by torch, which carries no oneDNN"
+    shares = ", ".join(f"{share:.2f}" for share in ratios)
+    return f"oneDNN in {shares} of torch's time (output, its gradients); taken below {MARGIN}"
+
+
+def _kernels() -> str:
+    with one_line_errors():  # CLEARHEAD_ISA is the user's
+        native = library()
+    if native is None:
+        return f"torch's alone: {why_missing()}"
+    threads = f"{torch.get_num_threads()} threads" if native.openmp() else "one thread: built without OpenMP"
+    others = ", ".join(name for name in native.isas() if name != native.isa())
+    return f"{native.isa()}, {threads}" + (f" (CLEARHEAD_ISA can choose {others})" if others else "")
 
 
 def requests() -> dict[str, Request]:
@@ -99,9 +123,11 @@ def requests() -> dict[str, Request]:
 
 def _print_facts(out: Console, title: str, facts: dict[str, str]) -> None:
     out.print(Text(title, style="bold"))
+    table = Table(box=None, show_header=False, pad_edge=False, padding=0)
     for name, fact in facts.items():
-        style = "yellow" if fact.startswith("not installed") else ""
-        out.print(Text.assemble((f"  {name:<13}", "dim"), (visible_text(fact), style)), soft_wrap=True)
+        style = "yellow" if fact.startswith(("not installed", "torch's alone")) else ""
+        table.add_row(Text(f"  {name:<13}", style="dim"), Text(visible_text(fact), style=style, overflow="fold"))
+    out.print(table)
     out.print()
 
 

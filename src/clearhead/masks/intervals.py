@@ -48,10 +48,9 @@ EVERYTHING = Intervals(None, None, None, None)
 
 def meet(one: Intervals, two: Intervals) -> Intervals:
     """The keys in both."""
-    # Not max and min: they would compare the symbolic sizes of an exported program, and settle their order.
     return Intervals(
-        _closer(torch.sym_max, one.left, two.left),
-        _closer(torch.sym_min, one.right, two.right),
+        _closer(max, one.left, two.left),
+        _closer(min, one.right, two.right),
         _closer(torch.maximum, one.first, two.first),
         _closer(torch.minimum, one.behind, two.behind),
     )
