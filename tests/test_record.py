@@ -255,3 +255,18 @@ def test_statistics_of_480_tokens_take_less_than_32_mb_more_than_the_plain_run(m
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True, cwd=Path.cwd()
     )
     assert float(done.stdout) < 32
+
+
+@pytest.mark.parametrize("axes", ["qk", "bhqk", "hk"])
+def test_a_bias_counts_in_what_is_recorded(axes: str) -> None:
+    torch.manual_seed(0)
+    B, H, L, E = 2, 3, 5, 7
+    mha, x = ch.MultiHeadAttention(H * E, H), torch.randn(B, L, H * E)
+    bias = 2 * torch.randn([size if axis in axes else 1 for axis, size in zip("bhqk", (B, H, L, L), strict=True)])
+    with ch.record(mha, ch.Observe(weights=True, lse=True)) as recording:
+        mha(x, mask=ch.Causal(), attn_bias=bias[0, 0] if axes == "qk" else bias)
+    q, k = (p(x).unflatten(-1, (H, E)).transpose(1, 2).double() for p in (mha.q_proj, mha.k_proj))
+    scores = q @ k.transpose(-2, -1) / E**0.5 + bias.double()
+    scores = scores.masked_fill(torch.ones(L, L, dtype=torch.bool).triu(1), -math.inf)
+    torch.testing.assert_close(recording[0].weights.double(), scores.softmax(-1).detach(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(recording[0].lse.double(), scores.logsumexp(-1).detach(), atol=1e-6, rtol=1e-5)

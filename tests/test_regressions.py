@@ -445,10 +445,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_a_refused_call_projects_and_draws_nothing(
     wrong: dict[str, Any], kind: type[Exception], message: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called = []
-    forward = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: called.append(self) or forward(self, x))
-    mha, x = ch.MultiHeadAttention(8, 2, dropout_p=0.5), torch.randn(2, 5, 8)
+    mha, x, called = ch.MultiHeadAttention(8, 2, dropout_p=0.5), torch.randn(2, 5, 8), []
+    kind_of_projection = type(mha.q_proj)
+    forward = kind_of_projection.forward
+    monkeypatch.setattr(kind_of_projection, "forward", lambda self, x: called.append(self) or forward(self, x))
     before = torch.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), pytest.raises(kind, match=message):
         mha(x, **wrong)

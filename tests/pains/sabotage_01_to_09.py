@@ -52,7 +52,7 @@ REMOVALS = [
     Removal(
         "left padding is taken for right padding",
         tokens._Padding,
-        "_is_real",
+        "_within",
         "position >= size - lengths",
         "position < lengths",
         (
