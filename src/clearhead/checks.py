@@ -124,7 +124,8 @@ def check(
         attn_bias = _check_bias(attn_bias, axes, (B, H, L, S), query)
     if scale is None:
         scale = E**-0.5 if E else 1.0
-    scale = check_scale(scale, accumulating(query.dtype))
+    else:
+        scale = check_scale(scale, accumulating(query.dtype))
     dropout_p = check_dropout(dropout_p)
     return Request(query, key, value, mask, attn_bias, float(scale), float(dropout_p), None, axes)
 
