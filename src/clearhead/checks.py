@@ -120,10 +120,8 @@ def check(
         )
     if attn_bias is not None:
         attn_bias = _check_bias(attn_bias, axes, (B, H, L, S), query)
-    if scale is None:
-        scale = E**-0.5 if E else 1.0
-    else:
-        scale = check_scale(scale, accumulating(query.dtype))
+    default = E**-0.5 if E else 1.0
+    scale = default if scale is None else check_scale(scale, accumulating(query.dtype))
     if dropout_p != 0.0:
         dropout_p = check_dropout(dropout_p)
     return Request(query, key, value, mask, attn_bias, scale, dropout_p, None, axes)
