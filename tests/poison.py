@@ -1,7 +1,10 @@
-"""NaN and infinity where nobody looks, and where somebody does: checks of a case and a backend's name."""
+"""NaN, infinity and numbers that overflow, where nobody looks, and where somebody does: checks of a case and a
+backend's name."""
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +17,17 @@ from cases import Case
 from conformance import assert_near, expected_tolerance, observe_of
 from product import Run
 
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+# Finite, but not their products; cut to what the dtype holds.
+LARGE = (1e20, -sys.float_info.max)
+POISONS = NOT_FINITE + LARGE
+
+
+def held(number: float, dtype: torch.dtype) -> float:
+    """The number, or the dtype's largest if it is finite and beyond that."""
+    largest = torch.finfo(dtype).max
+    return max(-largest, min(largest, number)) if math.isfinite(number) else number
+
 
 def poisoned(case: Case, number: float) -> tuple[Tensor, ...]:
     """(query, key, value, bias) with `number` wherever no query of a live row can see it."""
@@ -24,12 +38,12 @@ def poisoned(case: Case, number: float) -> tuple[Tensor, ...]:
     dead = torch.from_numpy(case.plain(~truth.alive))
     # Filled in place: the same memory layout, as another one may round otherwise.
     for tensor, where in ((given.query, dead), (given.key, hidden_keys), (given.value, hidden_keys)):
-        tensor.masked_fill_(where[..., None], number)
+        tensor.masked_fill_(where[..., None], held(number, tensor.dtype))
     bias = given.attn_bias
     if bias is not None and bias.shape == case.plain(truth.scores).shape:
         # Where the bias itself hides, by -inf, it must stay.
         hidden = torch.from_numpy(case.plain(~truth.visible)) & (bias != -torch.inf)
-        bias = bias.masked_fill(hidden, number)
+        bias = bias.masked_fill(hidden, held(number, bias.dtype))
     return given.query, given.key, given.value, bias
 
 

@@ -125,7 +125,21 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "dropout nan": (call(dropout_p=math.nan), ValueError, r"dropout_p must be between 0 and 1, not nan"),
     "scale nan": (call(scale=math.nan), ValueError, r"scale must be a finite number, not nan"),
     "scale inf": (call(scale=-math.inf), ValueError, r"scale must be a finite number, not -inf"),
+    "dropout none": (call(dropout_p=None), TypeError, r"dropout_p must be a number, not None"),
+    "dropout text": (call(dropout_p="0.1"), TypeError, r"dropout_p must be a number, not '0.1'"),
+    "dropout of two": (call(dropout_p=torch.tensor([0.1, 0.2])), TypeError, r"dropout_p must be a number, not tensor"),
+    "scale text": (call(scale="a"), TypeError, r"scale must be a number, not 'a'"),
+    "scale complex": (call(scale=1j), TypeError, r"scale must be a number, not 1j"),
+    "scale beyond floats": (call(scale=10**400), ValueError, r"scale must be a finite number, not 1000"),
+    "scale beyond float32": (call(scale=1e300), ValueError, r"scale must be finite in torch.float32, .* not 1e\+300: the most is 3.40282e\+38"),
+    # Kinds of tensors.
+    "sparse": (lambda: ch.attention(*[zeros(B, L, E).to_sparse()] * 3), ShapeError, r"must be dense, not torch.sparse_coo, .*to_dense"),
+    "mkldnn": (lambda: ch.attention(*[zeros(B, L, E).to_mkldnn()] * 3), ShapeError, r"must be dense, not torch._mkldnn"),
+    "sparse mask": (masked(ones(L, S).to_sparse()), MaskError, r"a mask tensor must be dense, not torch.sparse_coo \(5, 7\)"),
+    "sparse bias": (call(attn_bias=zeros(L, S).to_sparse()), ShapeError, r"attn_bias must be .* dense, not torch.float32 torch.sparse_coo"),
+    "float8 bias": (call(attn_bias=zeros(L, S).to(torch.float8_e4m3fn)), ShapeError, r"attn_bias must be float16, .* not torch.float8_e4m3fn"),
     # Backends.
+    "a list as backend": (call(backend=[]), ValueError, r"there is no backend \[\]: choose from"),
     "unknown backend": (call(backend="flash"), ValueError, r"there is no backend 'flash': choose from .*sdpa, .*blockwise, .*reference"),
     "sdpa with dropout": (call(backend="sdpa", dropout_p=0.5), BackendError, r"backend 'sdpa' can't do this call: dropout: torch would materialise L x S"),
     "sdpa with widths": (call(value=(B, H, S, 5), backend="sdpa"), BackendError, r"head widths differ \(E=4, Ev=5\)"),
@@ -144,6 +158,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("set_aside", "look"):
         monkeypatch.setattr(ch.functional, name, work)
     for backend in ch.backends.BACKENDS.values():
+        monkeypatch.setattr(type(backend), "run", work)
         monkeypatch.setattr(type(backend), "see", work)
 
 
@@ -201,6 +216,12 @@ def test_at_out_of_range(at: At, message: str) -> None:
             call(observe=Observe(**{name: at}))()
 
 
+@pytest.mark.parametrize("choice", [1.0, torch.tensor(1), "0", [[0]], [True], slice("a", 3), slice(0, 3, 0)], ids=repr)
+def test_at_takes_integers(choice: Any) -> None:
+    with pytest.raises(TypeError, match=r"At\(heads=\.\.\.\) takes an int, a list of ints, a slice or None, not"):
+        call(observe=Observe(weights=At(heads=choice)))()
+
+
 def test_observe_is_an_observe() -> None:
     with pytest.raises(TypeError, match="observe"):
         call(observe=True)()
@@ -234,6 +255,16 @@ MALFORMED: dict[str, tuple[Callable[[], object], str]] = {
     "too few letters": (lambda: Blocked(ones(2, 3), axes="k"), r"axes='k' names 1 axes, but the tensor \(2, 3\) has 2"),
     "number mask": (lambda: Allowed(zeros(2, 3), axes="qk"), r"Allowed takes a bool tensor, not torch.float32: .*attn_bias="),
     "0/1 mask": (lambda: Blocked([[0, 1]], axes="bk"), r"Blocked takes a bool tensor, not torch.int64: .*Blocked\(t.bool\(\)"),
+    "sparse": (lambda: Allowed(ones(2, 3).to_sparse(), axes="qk"), r"Allowed takes a dense tensor, not torch.sparse_coo"),
+    "a flag as prefix": (lambda: Prefix(True), r"Prefix: lengths must be integers, not torch.bool\.$"),
+    "flags as segments": (lambda: Segments([True]), r"Segments: query_ids must be integers, not torch.bool\.$"),  # type: ignore[list-item]
+    "flags as lengths": (lambda: KeyPadding([True]), r"not torch.bool. A flag for each token goes in KeyPadding\(real=\.\.\.\)"),  # type: ignore[list-item]
+    "list from mha": (lambda: ch.mask_from_mha([1]), r"attn_mask must be a tensor or None, not list"),  # type: ignore[arg-type]
+    "list of padding": (lambda: ch.mask_from_mha(key_padding_mask=[[1]]), r"key_padding_mask must be a tensor or None, not list"),  # type: ignore[arg-type]
+    "list from sdpa": (lambda: ch.mask_from_sdpa([[True]]), r"attn_mask must be a tensor or None, not list"),  # type: ignore[arg-type]
+    "negative heads": (lambda: ch.mask_from_mha(ones(4, 2, 2), num_heads=-1), r"give num_heads, a divisor of 4, not -1"),
+    "heads as text": (lambda: ch.mask_from_mha(ones(4, 2, 2), num_heads="2"), r"give num_heads, a divisor of 4, not '2'"),  # type: ignore[arg-type]
+    "heads as float": (lambda: ch.mask_from_mha(ones(4, 2, 2), num_heads=2.0), r"give num_heads, a divisor of 4, not 2.0"),  # type: ignore[arg-type]
     "ragged": (lambda: Allowed([[True], [True, False]], axes="qk"), r"Allowed takes a tensor or nested lists of equal lengths"),
 }  # fmt: skip
 
@@ -260,6 +291,11 @@ OBSERVE: dict[str, tuple[dict[str, Any], str]] = {
     "pooled": ({"pooled": 1.5}, r"Observe\(pooled=\.\.\.\) takes a number >= 1, not 1.5"),
     "weights": ({"weights": 3}, r"Observe\(weights=\.\.\.\) takes True or an At, not 3"),
     "mass": ({"mass": {"cls": [0]}}, r"Observe\(mass=\{'cls': \.\.\.\}\) takes a bool tensor \(B\|1, S\)"),
+    "top_k beyond memory": ({"top_k": 2**40}, r"Observe\(top_k=\.\.\.\) takes a number up to 1048576, not 1099511627776"),
+    "pooled beyond memory": ({"pooled": 2**40}, r"Observe\(pooled=\.\.\.\) takes a number up to 8192, not"),
+    "offsets of flags": ({"offsets": [True]}, r"Observe\(offsets=\.\.\.\) takes a list of distances .* not \[True\]"),
+    "offsets beyond int64": ({"offsets": [2**70]}, r"ints below 2\*\*62\), not \[1180591620717411303424\]"),
+    "list of mass": ({"mass": [1]}, r"Observe\(mass=\.\.\.\) takes a dict of bool tensors \(B\|1, S\), not \[1\]"),
     "float mass": ({"mass": {"cls": zeros(1, 7)}}, r"takes a bool tensor"),
 }
 
@@ -324,3 +360,21 @@ def test_wrong_module_call(
 def test_wrong_widths_and_dtypes_are_named(inputs: tuple[Tensor, ...], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         ch.MultiHeadAttention(12, 3)(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "message"),
+    [
+        ((8.0, 2), {}, TypeError, r"embed_dim must be a whole number, not 8.0"),
+        ((8, "2"), {}, TypeError, r"num_heads must be a whole number, not '2'"),
+        ((8, 2), {"kdim": 1.5}, TypeError, r"kdim must be a whole number, not 1.5"),
+        ((8, 2), {"scale": "a"}, TypeError, r"scale must be a number, not 'a'"),
+        ((8, 2), {"scale": 10**400}, ValueError, r"scale must be a finite number, not 1000"),
+        ((8, 2), {"dropout_p": None}, TypeError, r"dropout_p must be a number, not None"),
+    ],
+)
+def test_wrong_kinds_of_sizes(
+    arguments: tuple[Any, Any], options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        ch.MultiHeadAttention(*arguments, **options)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import clearhead as ch
+from clearhead.backends import BACKENDS
 from clearhead.plan import TILE_ELEMENTS
 
 B, H, L, E = 2, 3, 5, 7
@@ -133,11 +137,21 @@ def test_a_scale_that_vanishes_in_float32_gives_the_mean() -> None:
 def test_a_wide_bias_means_the_same_on_every_backend() -> None:
     q, k, v = inputs()
     bias = torch.zeros(L, L, dtype=torch.float64)
-    bias[1] = torch.finfo(torch.float64).min  # minus infinity, as a float32
-    for backend in ("sdpa", "blockwise", "reference"):
+    bias[1] = torch.finfo(torch.float64).min  # as a float32 it would be minus infinity, which alone hides
+    bias[2, 3], bias[3, 4], bias[4, 0] = -1e300, 1e300, -math.inf
+    truth = ch.attention(q.double(), k.double(), v.double(), attn_bias=bias, backend="reference")
+    for backend in BACKENDS:
+        out, seen = ch.attention(q, k, v, attn_bias=bias, backend=backend, observe=ch.Observe(weights=True))
+        torch.testing.assert_close(out.double(), truth, atol=1e-6, rtol=1e-5)
+        assert (seen.weights[:, :, 4, 0] == 0).all()
+
+
+def test_a_finite_bias_hides_nothing_in_half_precision() -> None:
+    q, k, v = inputs(dtype=torch.bfloat16)
+    bias = torch.full((L, L), -1e300, dtype=torch.float64)
+    for backend in BACKENDS:
         out = ch.attention(q, k, v, attn_bias=bias, backend=backend)
-        assert (out[:, :, 1] == 0).all()
-        assert out.isfinite().all()
+        torch.testing.assert_close(out, v.mean(dim=2, keepdim=True).expand_as(v), atol=1e-2, rtol=1e-2)
 
 
 def test_a_learned_scale_is_refused_not_detached() -> None:
@@ -154,7 +168,7 @@ def test_a_learned_bias_without_grad_takes_the_fused_kernel(monkeypatch: pytest.
     )
     q, k, v = inputs()
     with torch.no_grad():
-        ch.attention(q, k, v, attn_bias=torch.randn(L, L, requires_grad=True))
+        ch.attention(q, k, v, attn_bias=torch.randn(L, L, requires_grad=True), backend="sdpa")
     assert called
 
 
@@ -175,6 +189,41 @@ def test_hidden_nan_reaches_no_parameter(cross: bool) -> None:
 
     for clean, poisoned in zip(gradients(0.0), gradients(math.nan), strict=True):
         torch.testing.assert_close(clean, poisoned)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fill", [1e5, 1e20, torch.finfo(torch.float32).max, math.nan])
+def test_what_autocast_makes_infinite_reaches_no_parameter(fill: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    mha, x = ch.MultiHeadAttention(8, 2), torch.randn(2, 5, 8)
+    mask = ch.KeyPadding([5, 3]) & ch.QueryPadding([5, 3])
+
+    def gradients(fill: float) -> list[torch.Tensor]:
+        mha.zero_grad()
+        padded = x.clone()
+        padded[1, 3:] = fill
+        with torch.autocast("cpu", dtype):
+            mha(padded, mask=mask).float().sum().backward()
+        return [p.grad.clone() for p in mha.parameters() if p.grad is not None]
+
+    for clean, spoilt in zip(gradients(0.0), gradients(fill), strict=True):
+        torch.testing.assert_close(clean, spoilt, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("fill", [1e18, 1e20, 1e30])
+def test_large_padding_of_queries_without_a_loss_reaches_no_parameter(fill: float, backend: str | None) -> None:
+    # Padded queries see real keys here: their scores are huge, and their gradient is 0.
+    mask = ch.KeyPadding([4, 2])
+    for seed in range(7):
+        torch.manual_seed(seed)
+        mha, x = ch.MultiHeadAttention(8, 2), torch.randn(2, 4, 8)
+        x[1, 2:] = fill * torch.randn(2, 8)
+        out = mha(x, mask=mask, backend=backend)
+        (out[0].sum() + out[1, :2].sum()).backward()
+        for name, parameter in mha.named_parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.isfinite().all(), f"{name} at seed {seed}"
 
 
 def test_visible_nan_stays_visible_in_the_module() -> None:
@@ -244,6 +293,29 @@ def test_observations_and_what_was_seen_can_be_compared() -> None:
     assert seen[0] != seen[1]
 
 
+def test_what_is_read_once_is_kept() -> None:
+    q, k, v = inputs()
+    observe = ch.Observe(weights=ch.At(heads=(i for i in [2, 0])), offsets=(d for d in [0, 1]))
+    _, seen = ch.attention(q, k, v, observe=observe)
+    assert seen.weights.shape == (B, 2, L, L)
+    assert seen.offsets.shape == (B, H, L, 2)
+    torch.testing.assert_close(seen.offsets[:, 2, :, 0], seen.weights[:, 0].diagonal(dim1=-2, dim2=-1))
+
+
+def test_choices_that_python_can_index_by() -> None:
+    q, k, v = inputs()
+    _, whole = ch.attention(q, k, v, observe=ch.Observe(weights=True))
+    for choice, expected in (
+        (np.int64(1), [1]),
+        (np.array([2, 0]), [2, 0]),
+        (range(2), [0, 1]),
+        (slice(2, 1), []),
+        (slice(None, None, -1), [2, 1, 0]),
+    ):
+        _, seen = ch.attention(q, k, v, observe=ch.Observe(weights=ch.At(heads=choice)))
+        assert torch.equal(seen.weights, whole.weights[:, expected]), choice
+
+
 # -- from and to torch ---------------------------------------------------------------------------------------------
 
 
@@ -264,6 +336,39 @@ def test_to_torch_refuses_a_projection_that_computes_its_weight() -> None:
     mha.q_proj.register_forward_pre_hook(lambda module, args: None)
     with pytest.raises(ValueError, match=r"plain nn\.Linear"):
         mha.to_torch()
+
+
+@pytest.mark.parametrize("place", ["q_proj", "out_proj", "core"])
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_to_torch_refuses_what_is_hooked(place: str, kind: str) -> None:
+    mha = ch.MultiHeadAttention(8, 2)
+    getattr(mha.get_submodule(place), f"register_{kind}")(lambda *_: None)
+    with pytest.raises(ValueError, match=r"no hooks on them or on core"):
+        mha.to_torch()
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ("in_proj_weight", r"in_proj_weight and q_proj\.weight, k_proj\.weight, v_proj\.weight say the same twice"),
+        ("in_proj_bias", r"in_proj_bias and q_proj\.bias, k_proj\.bias, v_proj\.bias say the same twice"),
+        ("qkv_proj.weight", r"qkv_proj\.weight and q_proj\.weight, k_proj\.weight"),
+        ("k_proj_weight", r"k_proj_weight and k_proj\.weight say the same twice"),
+    ],
+)
+def test_weights_given_twice_are_refused(extra: str, named: str) -> None:
+    mha = ch.MultiHeadAttention(8, 2)
+    rows = 8 if extra.startswith("k_") else 24
+    tensor = torch.zeros(rows) if extra.endswith("bias") else torch.zeros(rows, 8)
+    with pytest.raises(RuntimeError, match=named):
+        mha.load_state_dict({**mha.state_dict(), extra: tensor})
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor(1.0), None])
+def test_a_packed_weight_that_is_none_is_named(wrong: Any) -> None:
+    mha = ch.MultiHeadAttention(8, 2)
+    with pytest.raises(RuntimeError, match=r"qkv_proj\.weight"):
+        mha.load_state_dict({"qkv_proj.weight": wrong})
 
 
 def test_padding_from_torch_is_padding() -> None:
@@ -307,6 +412,153 @@ def test_record_takes_a_module_and_an_observe(model: Any, observe: Any) -> None:
         ch.record(model, observe),
     ):
         pass
+
+
+# -- a call is checked before anything is done ---------------------------------------------------------------------
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "mask": ({"mask": ch.KeyPadding([9, 9])}, ch.MaskError, "a length of 9 is more than the 5 keys"),
+    "mask of floats": ({"mask": torch.zeros(5, 5)}, ch.MaskError, "must be bool, True = may attend"),
+    "bias": ({"attn_bias": torch.zeros(3, 3)}, ch.ShapeError, r"attn_bias must be .* not \(3, 3\)"),
+    "observe": ({"observe": True}, TypeError, "observe must be an Observe"),
+    "at": ({"observe": ch.Observe(weights=ch.At(heads=9))}, IndexError, r"there are 2 heads"),
+    "backend": ({"backend": "x"}, ValueError, "there is no backend 'x'"),
+    "can't": ({"backend": "sdpa"}, ch.BackendError, "backend 'sdpa' can't do this call: dropout"),
+    "batch": ({"key": torch.zeros(3, 5, 8)}, ch.ShapeError, r"batch size B: got query \(2, 5, 8\), key \(3, 5, 8\)"),
+    "length": (
+        {"key": torch.zeros(2, 5, 8), "value": torch.zeros(2, 6, 8)},
+        ch.ShapeError,
+        r"length S: 5 and 6 in query \(2, 5, 8\), key \(2, 5, 8\), value \(2, 6, 8\)",
+    ),
+    "device": (
+        {"key": torch.zeros(2, 5, 8, device="meta")},
+        ch.ShapeError,
+        "key is on meta and the parameters are on cpu",
+    ),
+    "integers": ({"key": torch.zeros(2, 5, 8, dtype=torch.int64)}, ch.ShapeError, "key is torch.int64"),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("wrong", "kind", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_refused_call_projects_and_draws_nothing(
+    wrong: dict[str, Any], kind: type[Exception], message: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: called.append(self) or forward(self, x))
+    mha, x = ch.MultiHeadAttention(8, 2, dropout_p=0.5), torch.randn(2, 5, 8)
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), pytest.raises(kind, match=message):
+        mha(x, **wrong)
+    assert not called
+    assert torch.equal(torch.get_rng_state(), before)
+    mha(x, mask=ch.Causal())
+    assert called == [mha.q_proj, mha.k_proj, mha.v_proj, mha.out_proj]
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64], ids=str)
+def test_what_autocast_leaves_alone_is_named(dtype: torch.dtype) -> None:
+    mha = ch.MultiHeadAttention(8, 2)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ch.ShapeError, match=f"query is {dtype} and the param"):
+        mha(torch.zeros(2, 5, 8, dtype=dtype))
+
+
+# -- tensors changed in place --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [5, 600])
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("changed", ["query", "key", "value", "bias", "mask", "lengths"])
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_a_change_before_the_backward_pass_is_no_other_gradient(
+    backend: str | None, changed: str, second: bool, length: int
+) -> None:
+    # Either the gradient is that of the call as it was, or it is an error, as in torch.
+    def gradient(change: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        leaves = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)]
+        query, key, value = (leaf * 1 for leaf in leaves)
+        allowed, bias = torch.rand(length, length) > 0.5, torch.randn(length, length)
+        padding = ch.KeyPadding([length - 2])
+        mask = padding if changed == "lengths" else ch.Allowed(allowed, axes="qk") & ch.Causal()
+        out = ch.attention(query, key, value, mask, attn_bias=bias, backend=backend)
+        if change:
+            assert padding.lengths is not None
+            where = {
+                "query": query,
+                "key": key,
+                "value": value,
+                "bias": bias,
+                "mask": allowed,
+                "lengths": padding.lengths,
+            }
+            with torch.no_grad():
+                where[changed].zero_()
+        (found,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=second)
+        if second:
+            (found,) = torch.autograd.grad(found.square().sum(), leaves[1])
+        return found.detach()
+
+    try:
+        found = gradient(True)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close(found, gradient(False))
+
+
+def test_a_mask_that_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        mask = ch.Allowed(torch.ones(600, 600, dtype=torch.bool).tril(), axes="qk")
+    q, k, v = inputs(600, 600, 600)
+    for backend in BACKENDS:
+        leaf = q.clone().requires_grad_()
+        expected = torch.autograd.grad(ch.attention(leaf, k, v, ch.Causal(), backend=backend).sum(), leaf)[0]
+        found = torch.autograd.grad(ch.attention(leaf, k, v, mask, backend=backend).sum(), leaf)[0]
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_checkpointed_block_runs_twice(layers: int, backend: str | None) -> None:
+    class Block(nn.Module):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(ch.MultiHeadAttention(8, 2) for _ in range(layers))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            for layer in self.layers:
+                x = x + layer(x, mask=ch.Causal(), backend=backend)
+            return x
+
+    block, x = Block(), torch.randn(2, 5, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(block(x).square().sum(), x)
+    block.calls = 0
+    out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    (found,) = torch.autograd.grad(out.square().sum(), x)
+    assert block.calls == 2
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_fused_kernels_graph_goes_when_the_backward_pass_is_over() -> None:
+    q, k, v = (t.requires_grad_() for t in inputs())
+    out = ch.attention(q, k, v, backend="sdpa")
+    node = out.grad_fn
+    while node is not None and not hasattr(node, "once"):
+        node = node.next_functions[0][0]
+    assert node is not None
+    torch.autograd.grad(out.sum(), q, retain_graph=True)
+    assert node.once is not None
+    torch.autograd.grad(out.sum(), q)
+    assert node.once is None
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), q)
 
 
 # -- autograd, compile, export --------------------------------------------------------------------------------------
@@ -362,6 +614,96 @@ def test_an_exported_program_takes_any_batch_and_length(mask: ch.Mask | None) ->
     program = torch.export.export(layer, (torch.randn(2, 5, 8), real), dynamic_shapes=(dims, dims))
     x, real = torch.randn(3, 11, 8), torch.rand(3, 11) > 0.3
     torch.testing.assert_close(program.module()(x, real), layer(x, real))
+
+
+ARGUMENTS = [
+    ch.Causal(),
+    ch.Window(2, 1, "start"),
+    ch.KeyPadding([5, 3]),
+    ch.KeyPadding(real=[[1, 0, 1, 1, 0], [1, 1, 1, 0, 0]]),
+    ch.QueryPadding([2, 5], side="left"),
+    ch.Segments([[0, 0, 1, 1, 1]]),
+    ch.Prefix([1, 4]),
+    ch.Allowed(torch.eye(5, dtype=torch.bool), axes="qk"),
+    ch.Blocked(torch.eye(5, dtype=torch.bool)[:2], axes="bk"),
+    (ch.Causal() | ch.Prefix(2)) & ~ch.KeyPadding([1, 0]),
+]
+
+
+@pytest.mark.parametrize("mask", ARGUMENTS, ids=repr)
+def test_an_exported_program_that_takes_a_mask_can_be_saved(mask: ch.Mask, tmp_path: Path) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mha = ch.MultiHeadAttention(8, 2)
+
+        def forward(self, x: torch.Tensor, mask: ch.Mask) -> torch.Tensor:
+            return self.mha(x, mask=mask)
+
+    layer, x = Layer().eval(), torch.randn(2, 5, 8)
+    torch.export.save(torch.export.export(layer, (x, mask)), tmp_path / "program.pt2")
+    program = torch.export.load(tmp_path / "program.pt2").module()
+    torch.testing.assert_close(program(2 * x, mask), layer(2 * x, mask))
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa", "blockwise"])
+def test_exported_causal_cross_attention_takes_equal_lengths(backend: str | None) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mha = ch.MultiHeadAttention(8, 2)
+
+        def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+            return self.mha(x, memory, mask=ch.Causal(), backend=backend)
+
+    layer = Layer().eval()
+    given = (torch.randn(2, 5, 8), torch.randn(2, 7, 8))
+    dims = ({1: torch.export.Dim("queries")}, {1: torch.export.Dim("keys")})
+    program = torch.export.export(layer, given, dynamic_shapes=dims).module()
+    for queries, keys in ((5, 7), (4, 4), (9, 2), (1, 5)):
+        x, memory = torch.randn(2, queries, 8), torch.randn(2, keys, 8)
+        torch.testing.assert_close(program(x, memory), layer(x, memory))
+
+
+@pytest.mark.parametrize("mask", [None, *ARGUMENTS], ids=repr)
+@pytest.mark.parametrize("backend", [None, "sdpa", "blockwise", "reference"])
+def test_the_meta_device_gives_shapes(backend: str | None, mask: ch.Mask | None) -> None:
+    if mask is not None and mask.device is not None:
+        mask = mask.to("meta")
+    x = torch.empty(2, 5, 8, device="meta")
+    mha = ch.MultiHeadAttention(8, 2, device="meta")
+    out, seen = mha(x, mask=mask, backend=backend, observe=ch.Observe(lse=True, weights=ch.At(heads=1)))
+    assert (out.shape, out.device.type) == (x.shape, "meta")
+    assert (seen.lse.shape, seen.weights.shape) == ((2, 2, 5), (2, 1, 5, 5))
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_fake_tensors_give_shapes(backend: str | None) -> None:
+    with FakeTensorMode():
+        mha, x = ch.MultiHeadAttention(8, 2), torch.randn(2, 5, 8)
+        ids, real = torch.tensor([[0, 0, 1, 1, 1]]), torch.ones(2, 5, dtype=torch.bool)
+        for mask in (ch.KeyPadding([5, 3]), ch.KeyPadding(real=real), ch.Prefix(2), ch.Segments(ids), ch.Causal()):
+            assert mha(x, mask=mask, backend=backend).shape == x.shape
+
+
+BUILT = {
+    "lengths": (ch.KeyPadding, torch.tensor([[5, 3], [2, 1], [0, 4]])),
+    "queries": (ch.QueryPadding, torch.tensor([[5, 3], [2, 1], [0, 4]])),
+    "real": (
+        lambda t: ch.KeyPadding(real=t),
+        torch.tensor([[[1, 1, 0, 1, 0]], [[1, 0, 0, 0, 1]], [[0, 1, 1, 1, 1]]]) > 0,
+    ),
+    "prefix": (ch.Prefix, torch.tensor([[5, 3], [2, 1], [0, 4]])),
+    "segments": (ch.Segments, torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 0, 1], [3, 3, 3, 3, 3]])),
+}
+
+
+@pytest.mark.parametrize(("build", "values"), BUILT.values(), ids=BUILT.keys())
+def test_a_mask_can_be_built_inside_vmap(build: Any, values: torch.Tensor) -> None:
+    q = torch.randn(3, B, H, L, E)
+    mapped = torch.vmap(lambda q, t: ch.attention(q, q, q, build(t)))(q, values)
+    for i in range(3):
+        torch.testing.assert_close(mapped[i], ch.attention(q[i], q[i], q[i], build(values[i])))
 
 
 def test_a_compiled_program_serves_other_lengths_of_padding() -> None:

@@ -30,7 +30,7 @@ def tiles(request: Request, maps: int | None = None) -> list[Tile]:
     B, H, L, S = request.sizes
     if torch.compiler.is_exporting():
         # An exported program is for any length: it can't have a loop over tiles.
-        return [Tile(ALL, ALL, slice(0, L), slice(0, S), L, S, request.query.device)]
+        return [Tile(slice(0, B), ALL, slice(0, L), slice(0, S), L, S, request.query.device)]
     per_row = max(1, (H if maps is None else maps) * S)
     items = max(1, min(B, TILE_ELEMENTS // (MIN_ROWS * 8 * per_row)))
     rows = max(MIN_ROWS, min(MAX_ROWS, L, TILE_ELEMENTS // (items * per_row)))

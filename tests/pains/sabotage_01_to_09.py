@@ -104,7 +104,11 @@ REMOVALS = [
         "_rows_within",
         "_limit(largest, tensor)",
         "torch.finfo(tensor.dtype).max",
-        (*one(row_3.check_large_hidden), *one(row_3.check_large_hidden, poison="largest")),
+        (
+            *one(row_3.check_large_hidden, poison="largest", masked="bias"),
+            *one(row_3.check_large_hidden, poison="largest", masked="queries"),
+            *one(row_3.check_large_hidden, poison="largest", masked="segments"),
+        ),
     ),
     Removal(
         "a query that is NaN itself goes unnoticed",
@@ -158,8 +162,8 @@ REMOVALS = [
         "in eval the module takes its mask for a hint unless someone looks",
         multihead.MultiHeadAttention,
         "forward",
-        "mask=mask,",
-        "mask=mask if self.training or observe is not None else None,",
+        '"mask": mask,',
+        '"mask": mask if self.training or observe is not None else None,',
         (
             *each(row_5.check_causal, MODULES),
             *each(row_5.check_future_is_out_of_reach, MODULES),
@@ -240,8 +244,8 @@ REMOVALS = [
         "a bias is dropped in eval",
         multihead.MultiHeadAttention,
         "forward",
-        "attn_bias=attn_bias,",
-        "attn_bias=attn_bias if self.training else None,",
+        '"attn_bias": attn_bias,',
+        '"attn_bias": attn_bias if self.training else None,',
         (*each(row_7.check_bias, MODULES), *each(row_7.check_bias, MODULES, bias="for each key")),
     ),
     Removal(

@@ -152,7 +152,15 @@ REMOVALS = [
         "_check_shapes",
         "if key.shape[-2] != value.shape[-2]:",
         "if False:",
-        each(row_13.check_raises),
+        each(row_13.check_raises, ("function",)),
+    ),
+    Removal(
+        "the module lets in a value of another length",
+        checks,
+        "check_inputs",
+        "if key.shape[1] != value.shape[1]:",
+        "if False:",
+        each(row_13.check_raises, MODULES),
     ),
     Removal(
         "a value of another batch is let in",
@@ -160,7 +168,15 @@ REMOVALS = [
         "_check_shapes",
         "not query.shape[0] == key.shape[0] == value.shape[0]",
         "False",
-        each(row_13.check_raises, length=row_13.S, rows=3),
+        each(row_13.check_raises, ("function",), length=row_13.S, rows=3),
+    ),
+    Removal(
+        "the module lets in a value of another batch",
+        checks,
+        "check_inputs",
+        "if not query.shape[0] == key.shape[0] == value.shape[0]:",
+        "if False:",
+        each(row_13.check_raises, MODULES, length=row_13.S, rows=3),
     ),
     Removal(
         "a value of another number of heads is let in",

@@ -48,7 +48,7 @@ def check_weights(form: str, way: Way = OBSERVED, dtype: str = "f64") -> None:
     out, layers = looked(model, x, way, EVERYTHING, mask=mask)
     with torch.set_grad_enabled(way.grad):
         assert torch.equal(out, model(x, mask=mask, backend=way.backend)), f"{form} {way}: looking changed the output"
-    tolerance = 1e-12 if dtype == "f64" else {"f32": 1e-5, "f16": 2e-3, "bf16": 2e-2}[dtype]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[DTYPES[dtype]]
     for seen in layers:
         assert seen.weights.shape == (B, HEADS, L, L), f"{form} {way}: not one map for each head"
         sums = seen.weights.sum(dim=-1)

@@ -28,6 +28,7 @@ def check_raises(form: str, way: Way = PLAIN, length: int = 6, rows: int = B) ->
     with pytest.MonkeyPatch.context() as patch:
         for backend in BACKENDS.values():
             patch.setattr(type(backend), "run", work)
+        patch.setattr(torch.nn.Linear, "forward", work)
         with pytest.raises(ch.ShapeError, match=wrong):
             run(model, x, memory, value, way=way)
 

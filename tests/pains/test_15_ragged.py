@@ -24,7 +24,7 @@ def check_ragged(form: str, way: Way = PLAIN, side: str = "right", causal: bool 
     """Every sentence's rows are those of the sentence alone."""
     model, batch = build(form), ch.pad(SENTENCES, pad_id=pad_id, side=side)
     mask = ch.Causal() & batch.mask if causal else batch.mask
-    out = run(model, TABLE[batch.ids], way=way, mask=mask)
+    out = run(model, TABLE.to(numbers(1).dtype)[batch.ids], way=way, mask=mask)
     assert out.isfinite().all(), f"{form} {way} {side}: not finite"
     assert batch.lengths.tolist() == [3, 7, 0, 2]
     for b, sentence in enumerate(SENTENCES):

@@ -89,9 +89,9 @@ def _equal(L: int, S: int) -> bool:
     """Whether L == S; of an exported program, whether they are equal in every call."""
     if not torch.compiler.is_exporting():
         return L == S
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import, and there already
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import, and there already
 
-    return bool(guard_or_false(L == S))
+    return bool(statically_known_true(L == S))
 
 
 def _plan(request: Request) -> list[Tile]:

@@ -331,6 +331,7 @@ class Mask:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls, Intervals])  # torch.load reads masks, of exported programs too
         _pytree.register_pytree_node(
             cls,
             lambda mask: mask._flatten(),
