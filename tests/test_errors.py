@@ -216,7 +216,9 @@ def test_at_out_of_range(at: At, message: str) -> None:
             call(observe=Observe(**{name: at}))()
 
 
-@pytest.mark.parametrize("choice", [1.0, torch.tensor(1), "0", [[0]], [True], slice("a", 3), slice(0, 3, 0)], ids=repr)
+@pytest.mark.parametrize(
+    "choice", [1.0, torch.tensor(1), "0", [[0]], [True], slice("a", 3), slice(0, 3, 0)], ids=repr
+)
 def test_at_takes_integers(choice: Any) -> None:
     with pytest.raises(TypeError, match=r"At\(heads=\.\.\.\) takes an int, a list of ints, a slice or None, not"):
         call(observe=Observe(weights=At(heads=choice)))()
@@ -291,7 +293,10 @@ OBSERVE: dict[str, tuple[dict[str, Any], str]] = {
     "pooled": ({"pooled": 1.5}, r"Observe\(pooled=\.\.\.\) takes a number >= 1, not 1.5"),
     "weights": ({"weights": 3}, r"Observe\(weights=\.\.\.\) takes True or an At, not 3"),
     "mass": ({"mass": {"cls": [0]}}, r"Observe\(mass=\{'cls': \.\.\.\}\) takes a bool tensor \(B\|1, S\)"),
-    "top_k beyond memory": ({"top_k": 2**40}, r"Observe\(top_k=\.\.\.\) takes a number up to 1048576, not 1099511627776"),
+    "top_k beyond memory": (
+        {"top_k": 2**40},
+        r"Observe\(top_k=\.\.\.\) takes a number up to 1048576, not 1099511627776",
+    ),
     "pooled beyond memory": ({"pooled": 2**40}, r"Observe\(pooled=\.\.\.\) takes a number up to 8192, not"),
     "offsets of flags": ({"offsets": [True]}, r"Observe\(offsets=\.\.\.\) takes a list of distances .* not \[True\]"),
     "offsets beyond int64": ({"offsets": [2**70]}, r"ints below 2\*\*62\), not \[1180591620717411303424\]"),
