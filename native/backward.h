@@ -15,6 +15,9 @@ struct BackwardRoom {
   float *query_rows, *query, *context_rows, *context; // query and the context's gradient: rows, and turned
   float *dquery, *P, *dS, *grid, *grid_rows, *keys, *values;
   float *lse, *delta;
+  bool pairs; // products go by pairs: of features, of rows, of keys
+  float *query_pairs, *context_pairs, *query_row_pairs, *context_row_pairs, *P_words, *dS_words, *dS_pairs;
+  Turned turned_keys;
 
   BackwardRoom(const Problem &p, Arena &a) {
     const int64_t n = min(BACKWARD_KEYS, max(p.S, 1));
@@ -31,16 +34,32 @@ struct BackwardRoom {
     values = a.take(n * padded(p.Ev));
     lse = a.take(ROWS);
     delta = a.take(ROWS);
+    pairs = by_pairs(p);
+    if (!pairs) return;
+    query_pairs = a.take(ROWS * padded(p.E) / 2);
+    context_pairs = a.take(ROWS * padded(p.Ev) / 2);
+    query_row_pairs = a.take(ROWS * padded(p.E) / 2);
+    context_row_pairs = a.take(ROWS * padded(p.Ev) / 2);
+    P_words = a.take(n * ROWS / 2);
+    dS_words = a.take(n * ROWS / 2);
+    dS_pairs = a.take(BACKWARD_KEYS * ROWS / 2);
+    turned_keys.words = a.take(Turned::size(p, p.E));
   }
 };
 
 // The block's query rows, the gradient of their context, and the sum of each row's dC * C.
 static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
   for (int64_t r = 0; r < k.count; r++) k.dead[r] = k.dead[r] || p.seen.lse[k.row(p, r)] == -INF;
-  read_rows(p, k, p.query, p.E, p.scale, w.query_rows, padded(p.E), w.query);
+  read_rows(p, k, p.query, p.E, w.pairs ? 1 : p.scale, w.query_rows, padded(p.E), w.query);
   read_rows(p, k, p.gradient.context, p.Ev, 1, w.context_rows, padded(p.Ev), w.context);
   Scan::rows(p, w.query_rows, padded(p.E), k.count, padded(p.E));
   Scan::rows(p, w.context_rows, padded(p.Ev), k.count, padded(p.Ev));
+  if (w.pairs) {
+    pairs_of(w.query, p.E, k.width, w.query_pairs);
+    pairs_of(w.context, p.Ev, k.width, w.context_pairs);
+    pairs_of(w.query_rows, k.width, padded(p.E), w.query_row_pairs);
+    pairs_of(w.context_rows, k.width, padded(p.Ev), w.context_row_pairs);
+  }
   for (int64_t r = 0; r < k.width; r++) {
     w.lse[r] = INF; // of a dead row all weights are 0
     w.delta[r] = 0;
@@ -51,14 +70,25 @@ static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
   }
 }
 
+// P = scores and dS = the gradient of the weights, before masks and dropout.
+static void products(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
+  if (w.pairs) {
+    by_words(k, p.key, from, n, p.E, w.query_pairs, w.P);
+    by_words(k, p.value, from, n, p.Ev, w.context_pairs, w.dS);
+    for (int64_t i = 0; i < n * k.width; i += LANES) store(w.P + i, load(w.P + i) * splat(p.scale));
+    return;
+  }
+  matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, w.query, k.width, w.P, k.width, false);
+  Matrix V = rows_of(p.value, p.dtype, at(p.value, k.b, k.kv, from), n, p.Ev, 1, w.values);
+  matmul<false>(n, k.width / LANES, p.Ev, V.data, V.stride, w.context, k.width, w.dS, k.width, false);
+}
+
 // P = the kept weights and dS = the gradient of the scores, [key][row]; false: all hidden.
 static bool gradients_of_scores(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
   const int64_t width = k.width;
   if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
-  matmul<false>(n, width / LANES, p.E, K.data, K.stride, w.query, width, w.P, width, false);
+  products(p, k, w, K, from, n);
   hide(k, from, n, has_grid(p) ? w.grid : nullptr, w.P);
-  Matrix V = rows_of(p.value, p.dtype, at(p.value, k.b, k.kv, from), n, p.Ev, 1, w.values);
-  matmul<false>(n, width / LANES, p.Ev, V.data, V.stride, w.context, width, w.dS, width, false);
   for (int64_t j = 0; j < n; j++)
     for (int64_t r = 0; r < width; r += LANES) {
       float *P = w.P + j * width + r, *dS = w.dS + j * width + r;
@@ -88,8 +118,31 @@ static size_t backward_partial(const Problem *p) { return p->S * (padded(p->E) +
 
 static void write_key(const Problem &p, int64_t head, int64_t j, const float *sums) {
   const int64_t b = head / p.Hkv, kv = head % p.Hkv;
-  write_row(p.gradient.key, p.dtype, at(p.gradient.key, b, kv, j), p.E, 1, sums); // the query was read times scale
+  const float factor = by_pairs(p) ? p.scale : 1; // else the query was read times scale
+  write_row(p.gradient.key, p.dtype, at(p.gradient.key, b, kv, j), p.E, factor, sums);
   write_row(p.gradient.value, p.dtype, at(p.gradient.value, b, kv, j), p.Ev, 1, sums + padded(p.E));
+}
+
+// Sums of a block of keys: sums += (dK, dV) and dquery += dQ.
+static void add_gradients(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t n, float *sums) {
+  const int64_t wide = padded(p.E), tall = padded(p.Ev), stride = wide + tall;
+  matmul<false>(n, tall / LANES, k.count, w.P, k.width, w.context_rows, tall, sums + wide, stride, true);
+  matmul<false>(n, wide / LANES, k.count, w.dS, k.width, w.query_rows, wide, sums, stride, true);
+  matmul<true>(k.count, wide / LANES, n, w.dS, k.width, K.data, K.stride, w.dquery, wide, true);
+}
+
+// The same by pairs of rows and of keys; dquery is turned.
+static void add_gradients_by_pairs(const Problem &p, const Block &k, BackwardRoom &w, int64_t from, int64_t n, float *sums) {
+  const int64_t wide = padded(p.E), tall = padded(p.Ev), stride = wide + tall, half = k.width / 2;
+  words_of(w.P, n, k.width, w.P_words);
+  words_of(w.dS, n, k.width, w.dS_words);
+  matmul_pairs(n, tall, half, w.P_words, half, w.context_row_pairs, tall, sums + wide, stride, true);
+  matmul_pairs(n, wide, half, w.dS_words, half, w.query_row_pairs, wide, sums, stride, true);
+  const int64_t words = (n + 31) / 32 * 16;
+  pairs_of(w.dS, n, k.width, w.dS_pairs);
+  for (int64_t i = (n + 1) / 2 * k.width; i < words * k.width; i++) w.dS_pairs[i] = 0;
+  w.turned_keys.need(p, k, p.key, p.E, from, from + n);
+  matmul_pairs(p.E, k.width, words, w.turned_keys.words + from / 2, w.turned_keys.stride, w.dS_pairs, k.width, w.dquery, k.width, true);
 }
 
 static void backward(const Problem *problem, float *scratch, int64_t task) {
@@ -100,27 +153,34 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
   BackwardRoom w(p, a);
   float *sums = p.splits == 1 ? a.take(p.S * stride) : p.partial + (head * p.splits + split) * p.S * stride; // dK, dV
   memset(sums, 0, p.S * stride * 4);
+  if (w.pairs) begin_pairs(), w.turned_keys.begin(p, w.turned_keys.words, p.E);
   Scan scan;
   Block k;
   for (int64_t block = split * p.blocks / p.splits; block < (split + 1) * p.blocks / p.splits; block++) {
     begin(p, k, head, block);
     read_block(p, k, w);
     scan.keys(p, k, k.from, k.to);
-    if (hopeless(p)) return;
+    if (hopeless(p)) break;
     memset(w.dquery, 0, ROWS * wide * 4);
     for (int64_t j = k.from; j < k.to; j += BACKWARD_KEYS) {
       const int64_t n = min(BACKWARD_KEYS, k.to - j);
-      Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, j), n, p.E, LANES, w.keys);
+      Matrix K{};
+      if (!w.pairs) K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, j), n, p.E, LANES, w.keys);
       if (!gradients_of_scores(p, k, w, K, j, n)) continue;
-      matmul<false>(n, tall / LANES, k.count, w.P, k.width, w.context_rows, tall, sums + j * stride + wide, stride, true);
-      matmul<false>(n, wide / LANES, k.count, w.dS, k.width, w.query_rows, wide, sums + j * stride, stride, true);
-      matmul<true>(k.count, wide / LANES, n, w.dS, k.width, K.data, K.stride, w.dquery, wide, true);
+      if (w.pairs) add_gradients_by_pairs(p, k, w, j, n, sums + j * stride);
+      else add_gradients(p, k, w, K, n, sums + j * stride);
+    }
+    const float *dquery = w.dquery;
+    if (w.pairs) {
+      transpose(w.dquery, k.width, p.E, k.width, w.query, wide, wide);
+      dquery = w.query;
     }
     for (int64_t r = 0; r < k.count; r++) {
-      if (k.dead[r]) memset(w.dquery + r * wide, 0, wide * 4);
-      write_row(p.gradient.query, p.dtype, at(p.gradient.query, k.b, k.head[r], k.query[r]), p.E, p.scale, w.dquery + r * wide);
+      // Of a dead row all gradients of scores are 0.
+      write_row(p.gradient.query, p.dtype, at(p.gradient.query, k.b, k.head[r], k.query[r]), p.E, p.scale, dquery + r * wide);
     }
   }
+  if (w.pairs) end_pairs();
   if (p.splits == 1)
     for (int64_t j = 0; j < p.S; j++) write_key(p, head, j, sums + j * stride);
 }
@@ -147,6 +207,7 @@ static void bias_backward(const Problem *problem, float *scratch, int64_t task) 
   const int64_t group = p.H / p.Hkv, part = task % tasks, own_head = task / tasks % own_heads, own_batch = task / tasks / own_heads;
   Arena a{scratch};
   BackwardRoom w(p, a);
+  if (w.pairs) begin_pairs();
   Block k;
   for (int64_t b = to.batch ? own_batch : 0; b < (to.batch ? own_batch + 1 : p.B); b++)
     for (int64_t h = to.head ? own_head : 0; h < (to.head ? own_head + 1 : p.H); h++)
@@ -164,6 +225,7 @@ static void bias_backward(const Problem *problem, float *scratch, int64_t task) 
           }
         }
       }
+  if (w.pairs) end_pairs();
 }
 
 } // namespace

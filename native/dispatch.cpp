@@ -184,7 +184,7 @@ double peak(int64_t threads) {
 #endif
     total += done;
   });
-  return 2 * total / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return 2e-9 * total / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 bool attend(Problem &p) {

@@ -100,14 +100,14 @@ struct Scan {
 };
 
 // P[n][width] = K V' with rows of a tensor like the key in place, and pairs [features / 2][width].
-static void by_words(const Problem &, const Block &k, const View &v, int64_t from, int64_t n, int64_t features, const float *pairs, float *P) {
+static void by_words(const Block &k, const View &v, int64_t from, int64_t n, int64_t features, const float *pairs, float *P) {
   const float *words = (const float *)((const uint16_t *)v.data + at(v, k.b, k.kv, from));
   matmul_pairs(n, k.width, features / 2, words, v.row / 2, pairs, k.width, P, k.width, false);
 }
 
 static void scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
   if (w.pairs) {
-    by_words(p, k, p.key, from, n, p.E, w.query_pairs, P);
+    by_words(k, p.key, from, n, p.E, w.query_pairs, P);
     const vec scale = splat(p.scale);
     for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * scale);
     return;
@@ -304,6 +304,7 @@ static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t f
     else softmax_rows<false, false>(p, k, j, n, P, s, w.alpha);
     if (strip) memcpy(w.tops + step * ROWS, s.top, ROWS * 4);
     if (p.seen.groups) add_mass(p, k, j, n, P, s, w.alpha);
+    if (!p.context.data) continue; // statistics alone
     const float *weights = drop(p, k, j, n, P, w.kept);
     if (w.pairs) add_context_by_pairs(p, k, w, s, j, n, weights);
     else add_context(p, k, w, s, j, n, weights);
@@ -318,9 +319,11 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
   for (int64_t r = 0; r < k.count; r++) {
     const bool dead = inverse[r] == 0;
     const int64_t i = k.row(p, r);
-    float *context = s.context + r * padded(p.Ev);
-    if (dead) memset(context, 0, p.Ev * 4);
-    write_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, dead ? 1 : inverse[r], context);
+    if (p.context.data) {
+      float *context = s.context + r * padded(p.Ev);
+      if (dead) memset(context, 0, p.Ev * 4);
+      write_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, dead ? 1 : inverse[r], context);
+    }
     const float log_sum = dead || !(seen.lse || seen.entropy) ? 0 : __builtin_logf(s.sum[r]);
     if (seen.lse) seen.lse[i] = dead ? -INF : s.top[r] + log_sum;
     if (seen.entropy) seen.entropy[i] = dead ? 0 : log_sum - s.surprise[r] * inverse[r];
@@ -422,7 +425,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     if (hopeless(p)) break;
     const bool strip = received && k.to - k.from <= STRIP;
     gather(p, k, w, s, k.from, k.to, strip);
-    if (w.pairs) { // the rows' contexts, no longer turned, in the room of the values
+    if (w.pairs && p.context.data) { // the rows' contexts, no longer turned, in the room of the values
       Sums rows = s;
       rows.context = w.values;
       transpose(s.context, k.width, p.Ev, k.width, rows.context, padded(p.Ev), padded(p.Ev));

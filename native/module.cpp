@@ -65,7 +65,8 @@ Problem problem(nb::handle query, nb::handle key, nb::handle value, nb::handle c
   p.dtype = q.kind();
   p.B = q.shape[0], p.H = q.shape[1], p.L = q.shape[2], p.E = q.shape[3];
   p.Hkv = k.shape[1], p.S = k.shape[2], p.Ev = v.shape[3];
-  p.query = view(q), p.key = view(k), p.value = view(v), p.context = view(Array(context));
+  p.query = view(q), p.key = view(k), p.value = view(v);
+  if (!context.is_none()) p.context = view(Array(context));
   p.scale = (float)scale;
   p.mask.left = left, p.mask.right = right;
   p.mask.first = per_query(first), p.mask.behind = per_query(behind);

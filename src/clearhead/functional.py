@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from clearhead.backends import choose
+from clearhead.backends import Backend, choose
 from clearhead.backends.nonfinite import set_aside
 from clearhead.checks import Request, autocasting, check, check_observe, without_added_axes
 from clearhead.look import look
@@ -105,23 +105,25 @@ def attention(
         check_observe(observe, request.sizes)
     chosen = choose(request, backend)
     request = request.seeded()
+    if not autocasting(request.query.device.type):
+        return _attend(request, chosen, observe)
     with in_own_precision(request):
-        finite, aside = (request, None) if chosen.careful else set_aside(request)
-        context, found = chosen.see(finite, observe)
-        if aside is not None:
-            context = aside.restore(context)
-        out = without_added_axes(context, request.axes)
-        return out if observe is None else (out, seen_of(request, context, observe, found))
+        return _attend(request, chosen, observe)
+
+
+def _attend(request: Request, chosen: Backend, observe: Observe | None) -> Tensor | tuple[Tensor, Seen]:
+    finite, aside = (request, None) if chosen.careful else set_aside(request)
+    context, found = chosen.see(finite, observe)
+    if aside is not None:
+        context = aside.restore(context)
+    out = context if request.axes == 4 else without_added_axes(context, request.axes)
+    return out if observe is None else (out, seen_of(request, context, observe, found))
 
 
 def in_own_precision(request: Request) -> AbstractContextManager[Any]:
     """Autocast ends where a call begins: the inputs' dtype decides, and statistics stay float32."""
-    if not autocasting(device := request.query.device.type):
-        return _AS_IT_IS
-    return torch.autocast(device, enabled=False)
-
-
-_AS_IT_IS = nullcontext()
+    device = request.query.device.type
+    return torch.autocast(device, enabled=False) if autocasting(device) else nullcontext()
 
 
 def seen_of(request: Request, context: Tensor, observe: Observe, found: dict[str, Any] | None = None) -> Seen:

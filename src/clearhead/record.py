@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from clearhead.backends.native import Native
 from clearhead.checks import check, check_observe
 from clearhead.compat.transformers import Call, is_transformers_model, listening
 from clearhead.functional import in_own_precision, seen_of
@@ -174,7 +175,7 @@ def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
         request = check(call.query, call.key, call.value, call.mask, call.attn_bias, call.scale, 0.0)
         check_observe(observe, request.sizes)
         with in_own_precision(request):
-            seen = seen_of(request, call.context, observe)
+            seen = seen_of(request, call.context, observe, Native().look(request, observe))
         recording._calls[name].append(seen)
 
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ from clearhead.backends.base import Backend
 from clearhead.backends.blockwise import Blockwise, assemble, bias_tile
 from clearhead.backends.derivatives import transforming
 from clearhead.backends.inplace import watch
-from clearhead.backends.native_calls import EVERYTHING, FAR, Parts, Piece, backward, forward
+from clearhead.backends.native_calls import EVERYTHING, FAR, Parts, Piece, backward, forward, statistics
 from clearhead.backends.native_library import why_missing
 from clearhead.backends.native_ops import attend
 from clearhead.backends.nonfinite import set_aside
@@ -38,7 +38,7 @@ class Native(Backend):
     def reasons(self, request: Request) -> list[str]:
         """What the kernels were not made for."""
         query = request.query
-        found = []
+        found: list[str] = []
         if _MISSING is not None:
             found.append(_MISSING)
         if query.device.type != "cpu":
@@ -64,6 +64,13 @@ class Native(Backend):
             return apply(*inputs, request, observe, found), found
         context, _, found = _forward(request, observe, need_lse=False)
         return context, found
+
+    def look(self, request: Request, observe: Observe) -> dict[str, Any]:
+        """The statistics that the kernels can give of a call that somebody else computes."""
+        if self.reasons(request) or not _plain(request) or (observe.grad and request.needs_grad):
+            return {}
+        piece = _whole(request)
+        return {} if piece is None else statistics(piece, observe)
 
 
 def _plain(request: Request) -> bool:
@@ -144,13 +151,14 @@ class _Attend(torch.autograd.Function):
         found |= seen
         ctx.save_for_backward(query, key, value, bias, context, lse)
         ctx.call = (request.scale, request.dropout_p, request.seed, request.mask)
-        ctx.unchanged = watch(request.mask)
+        ctx.unchanged = watch(request.mask) if request.mask is not None else None
         return context
 
     @staticmethod
     def backward(ctx: Any, dcontext: Tensor) -> Any:
         query, key, value, bias, context, lse = ctx.saved_tensors
-        ctx.unchanged()
+        if ctx.unchanged is not None:
+            ctx.unchanged()
         scale, dropout_p, seed, mask = ctx.call
         request = Request(query, key, value, mask, bias, scale, dropout_p, seed, axes=4)
         found = (

@@ -124,6 +124,22 @@ def forward(
     return context, lse, found if aside is None else _spoil(found, aside)
 
 
+def statistics(piece: Piece, observe: Observe) -> dict[str, Any]:
+    """Statistics that were asked for, without a context; none if something is not finite."""
+    room = _room(piece.query, piece.key, observe)
+    if room is None:
+        return {}
+    B, H, L, _ = piece.query.shape
+    lse = piece.query.new_empty((B, H, L), dtype=torch.float32)
+    kernels = library()
+    assert kernels is not None
+    tensors = (piece.query, piece.key, piece.value, None, lse)
+    outcome = kernels.forward(*tensors, *piece.rest(), False, room.as_tuple())
+    if outcome == kernels.UNREADABLE:
+        return statistics(piece.packed(), observe)
+    return room.found(lse, observe) if outcome == kernels.DONE else {}
+
+
 def backward(
     piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
