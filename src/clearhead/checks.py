@@ -122,7 +122,7 @@ def check(
         attn_bias = _check_bias(attn_bias, axes, (B, H, L, S), query)
     default = E**-0.5 if E else 1.0
     scale = default if scale is None else check_scale(scale, accumulating(query.dtype))
-    if dropout_p != 0.0:
+    if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = check_dropout(dropout_p)
     return Request(query, key, value, mask, attn_bias, scale, dropout_p, None, axes)
 

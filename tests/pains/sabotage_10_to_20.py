@@ -202,8 +202,8 @@ REMOVALS = [
         "no dropout without gradients",
         checks,
         "check",
-        "float(dropout_p), None, axes",
-        "float(dropout_p) if torch.is_grad_enabled() else 0.0, None, axes",
+        "dropout_p, None, axes",
+        "dropout_p if torch.is_grad_enabled() else 0.0, None, axes",
         each(row_14.check_some_in_training),
     ),
     Removal(
@@ -392,8 +392,8 @@ REMOVALS = [
         "a scale of 0 is taken for none",
         checks,
         "check",
-        "if scale is None:",
-        "if not scale:",
+        "default if scale is None else",
+        "default if not scale else",
         each(row_19.check_scale, scale=0.0),
     ),
     # Row 20: derivatives.
