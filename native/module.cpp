@@ -33,7 +33,7 @@ struct Array : nb::dlpack::dltensor {
 
 // Whether each row's features lie side by side, and rows of 16 bits start at whole words.
 bool readable(const Array &a) {
-  if (!a.shape[0] || !a.shape[1] || !a.shape[2]) return true;
+  if (!a.shape[0] || !a.shape[1] || !a.shape[2] || !a.shape[3]) return true;
   return (a.shape[3] <= 1 || a.strides[3] == 1) && (a.dtype.bits != 16 || a.step(2) % 2 == 0 || a.shape[3] % 2);
 }
 
