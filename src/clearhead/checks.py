@@ -123,10 +123,10 @@ def check(
     if attn_bias is not None:
         attn_bias = _check_bias(attn_bias, axes, (B, H, L, S), query)
     if scale is None:
-        scale = E**-0.5 if E else 1.0
-    scale = check_scale(scale, accumulating(query.dtype))
-    dropout_p = check_dropout(dropout_p)
-    return Request(query, key, value, mask, attn_bias, float(scale), float(dropout_p), None, axes)
+        scale = E**-0.5 if E else 1.0  # (a compiler may not know E: there is nothing to check)
+    else:
+        scale = check_scale(scale, accumulating(query.dtype))
+    return Request(query, key, value, mask, attn_bias, scale, check_dropout(dropout_p), None, axes)
 
 
 def check_scale(scale: Any, dtype: torch.dtype = torch.float64) -> float:
