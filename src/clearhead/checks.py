@@ -122,10 +122,12 @@ def check(
         )
     if attn_bias is not None:
         attn_bias = _check_bias(attn_bias, axes, (B, H, L, S), query)
-    if scale is None:
-        scale = E**-0.5 if E else 1.0  # (a compiler may not know E: there is nothing to check)
-    else:
+    if scale is not None:
         scale = check_scale(scale, accumulating(query.dtype))
+    elif E:
+        scale = E**-0.5  # not checked: a compiler may not know E
+    else:
+        scale = 1.0
     return Request(query, key, value, mask, attn_bias, scale, check_dropout(dropout_p), None, axes)
 
 
