@@ -11,7 +11,7 @@ SANITIZE_TESTS ?= tests/test_native*.py
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-sanitize conformance check bench docs clean again
+.PHONY: help demo test test-all test-isas test-sanitize conformance check bench docs clean again
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
@@ -27,6 +27,12 @@ test: $(VENV)/.dev  ## all tests
 
 test-all: $(VENV)/.dev  ## all tests, three-wise instead of pairwise, and 2,000 fuzzed calls; an hour
 	@CONFORMANCE=3 FUZZ=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
+
+test-isas: $(VENV)/.dev  ## the conformance suite with each instruction set that this processor has; minutes
+	@$(LACKING)
+	@isas=$$($(BIN)/python -c 'from clearhead import _native; print(*_native.isas())') || exit 1; for isa in $$isas; do \
+		echo "$$isa:"; CLEARHEAD_ISA=$$isa OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) \
+			tests/test_conformance.py -k "native and not compiled" || exit 1; done
 
 test-sanitize: $(VENV)/.dev  ## SANITIZE_TESTS with the kernels under AddressSanitizer and UBSan
 	@$(SANITIZED_INSTALL)

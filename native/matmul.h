@@ -17,6 +17,9 @@ template <bool PAIRS> INLINE vec multiply_add(vec a, vec b, vec c) {
   return c + a * b;
 }
 
+// A number of A; where it is a pair, rows may start between words.
+typedef float word __attribute__((aligned(2), may_alias));
+
 // M rows by N vectors of C in registers. TURNED: A is stored [k][m] instead of [m][k]. Sums start at 0 and are
 // added to C once, so a long sum over blocks of keys rounds once a block, not once a key.
 template <int M, int N, bool TURNED, bool PAIRS>
@@ -28,7 +31,7 @@ INLINE void tile(int64_t K, const float *A, int64_t a_stride, const float *B, in
     vec b[N];
     UNROLL for (int j = 0; j < N; j++) b[j] = load(B + k * b_stride + j * LANES);
     UNROLL for (int i = 0; i < M; i++) {
-      vec a = splat(TURNED ? A[k * a_stride + i] : A[i * a_stride + k]);
+      vec a = splat(((const word *)A)[TURNED ? k * a_stride + i : i * a_stride + k]);
       UNROLL for (int j = 0; j < N; j++) c[i][j] = multiply_add<PAIRS>(a, b[j], c[i][j]);
     }
   }

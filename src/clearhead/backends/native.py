@@ -93,7 +93,7 @@ def _whole(request: Request) -> Piece | None:
         if rest is not None and not rest._is_at_hand():
             return None
         left, right = -FAR if left is None else left, FAR if right is None else right
-        everywhere = Tile(ALL, ALL, slice(0, L), slice(0, S), L, S, request.query.device)
+        everywhere = Tile(ALL, ALL, ALL, ALL, L, S, request.query.device)  # (a slice to L would fix L for a compiler)
         parts = Parts(left, right, first, behind, None if rest is None else rest._tile(everywhere))
     return Piece(
         request.query, request.key, request.value, bias, parts, request.scale, request.dropout_p, request.seed
