@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 from importlib import metadata
@@ -12,6 +11,7 @@ from types import ModuleType
 import torch
 
 from clearhead.backends import BACKENDS
+from clearhead.backends.native_library import library
 from clearhead.cli.info import requests
 
 PACKAGES = ("clearhead", "torch", "transformers", "x-transformers")
@@ -33,10 +33,7 @@ def facts() -> dict[str, str]:
 
 def native() -> ModuleType | None:
     """The compiled kernels, where they were built."""
-    try:
-        return importlib.import_module("clearhead._native")
-    except ImportError:
-        return None
+    return library()
 
 
 def isa() -> str | None:

@@ -44,9 +44,8 @@ static void begin(const Problem &p, Block &k, int64_t task_head, int64_t first, 
   k.first = first;
   k.count = count;
   k.width = padded(k.count);
-  k.from = k.open_from = p.S; // turned around below
-  k.to = 0;
-  k.open_from = 0;
+  k.from = p.S;
+  k.to = k.open_from = 0;
   k.open_to = p.S;
   int64_t g = k.first / p.L, q = k.first % p.L;
   const Masking &m = p.mask;
@@ -89,6 +88,21 @@ static void begin(const Problem &p, Block &k, int64_t task_head, int64_t first, 
 static void begin(const Problem &p, Block &k, int64_t task_head, int64_t block) {
   begin(p, k, task_head, block * ROWS, min(ROWS, p.H / p.Hkv * p.L - block * ROWS));
 }
+
+// A run of keys that a task has read already.
+struct Reached {
+  int64_t from = 0, to = 0;
+
+  // read(start, stop) of what is new in [start, stop); what doesn't touch it is forgotten.
+  template <class F> void extend(int64_t start, int64_t stop, F read) {
+    if (start >= stop) return;
+    if (from == to || start > to || stop < from) from = to = start;
+    if (start < from) read(start, from);
+    if (stop > to) read(to, stop);
+    from = min(from, start);
+    to = max(to, stop);
+  }
+};
 
 // The block's rows of a tensor like the query, times factor: rows[count][stride] and turned [n][width].
 static void read_rows(const Problem &p, const Block &k, const View &v, int64_t n, float factor, float *rows,

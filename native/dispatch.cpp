@@ -91,16 +91,19 @@ bool forked = false; // OpenMP's threads don't exist in a forked child, and star
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Scratch of a thread, kept from call to call: fresh pages cost more than a small attention.
+constexpr size_t KEPT = 8 << 20; // floats
+
+// Scratch of a thread, kept from call to call if small: fresh pages cost more than a small attention.
 float *scratch(size_t floats) {
   struct Free {
     void operator()(float *p) const { std::free(p); }
   };
   static thread_local std::unique_ptr<float, Free> memory;
   static thread_local size_t size = 0;
-  if (floats > size) {
+  if (floats > size || !floats) { // none: it is given back
     memory.reset();
     size = 0;
+    if (!floats) return nullptr;
     memory.reset((float *)std::aligned_alloc(64, (floats * 4 + 127) / 64 * 64));
     if (!memory) return nullptr;
     size = floats;
@@ -125,6 +128,7 @@ template <class F> void parallel(int64_t n, int64_t threads, size_t floats, F ru
 #pragma omp for schedule(dynamic, chunk)
       for (int64_t i = 0; i < n; i++)
         if (own) run(own, i);
+      if (floats > KEPT) scratch(0);
     }
     if (!enough) throw std::bad_alloc();
     return;
@@ -133,6 +137,7 @@ template <class F> void parallel(int64_t n, int64_t threads, size_t floats, F ru
   float *own = scratch(floats);
   if (!own) throw std::bad_alloc();
   for (int64_t i = 0; i < n; i++) run(own, i);
+  if (floats > KEPT) scratch(0);
 }
 
 // Below about 0.3 million multiply-adds a second thread costs more than it brings.
@@ -235,7 +240,7 @@ bool attend_backward(Problem &p) {
   int32_t non_finite = 0;
   if (p.non_finite) p.non_finite = &non_finite;
   p.blocks = ceil_div(rows, ROWS);
-  p.splits = 1;
+  p.splits = p.key_splits = 1;
   p.partial = nullptr;
   // Each split sums its own dK and dV: no more of them than threads need.
   if (threads > 1 && heads < 4 * threads) p.splits = std::max<int64_t>(1, std::min(p.blocks, ceil_div(4 * threads, heads)));

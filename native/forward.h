@@ -78,15 +78,10 @@ struct Room {
 
 // Keys that a task has found finite.
 struct Scan {
-  int64_t from = 0, to = 0;
+  Reached reached;
 
   void keys(const Problem &p, const Block &k, int64_t start, int64_t stop) {
-    if (!p.non_finite || start >= stop) return;
-    if (from == to) from = to = start;
-    check(p, k, start, min(stop, from));
-    check(p, k, max(start, to), stop);
-    from = min(from, start);
-    to = max(to, stop);
+    if (p.non_finite) reached.extend(start, stop, [&](int64_t a, int64_t b) { check(p, k, a, b); });
   }
   void check(const Problem &p, const Block &k, int64_t start, int64_t stop) {
     if (start >= stop) return;
@@ -164,7 +159,7 @@ static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float 
     vec fall = old[c] - top[c], factor = exp(fall), before = load(s.sum + r);
     store(alpha + r, factor);
     if (SURPRISE) {
-      fall = old[c] == splat(-INF) ? splat(0) : fall;
+      fall = vmax(fall, splat(-88.f)); // beside a factor of 0
       store(s.surprise + r, factor * (load(s.surprise + r) + fall * before) + surprise[c]);
     }
     if (FAR) store(s.far + r, load(s.far + r) * factor + far[c]);

@@ -41,6 +41,7 @@ INLINE void tiles(int64_t K, const float *A, int64_t a_stride, const float *B, i
 #define BEGIN(t, i, j, a, b) if (add) _tile_loadd(t, C + i * 16 * c_stride + j * 16, c_stride * 4); else _tile_zero(t);
 #define MULTIPLY(t, i, j, a, b) _tile_dpbf16ps(t, a, b);
 #define END(t, i, j, a, b) _tile_stored(t, C + i * 16 * c_stride + j * 16, c_stride * 4);
+  __asm__ volatile("" ::: "memory"); // what was written before is read by the tiles
   EACH(BEGIN)
   for (int64_t k = 0; k < K; k += 16) {
     _tile_loadd(4, A + k, a_stride * 4);
@@ -57,7 +58,7 @@ INLINE void tiles(int64_t K, const float *A, int64_t a_stride, const float *B, i
 }
 
 static void begin_pairs() {
-  struct alignas(64) {
+  static const struct alignas(64) { // static: the compiler takes the instruction to read 8 bytes of it
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
@@ -119,7 +120,8 @@ INLINE int64_t keys_at_once(const Problem &p) { return by_pairs(p) ? KEYS : 64; 
 // read as blocks come to them; from the last key on there are zeros.
 struct Turned {
   float *words = nullptr;
-  int64_t stride = 0, from = 0, to = 0; // keys that are there, even numbers
+  int64_t stride = 0;
+  Reached reached;
 
   static int64_t size(const Problem &p, int64_t n) { return padded(n) * width(p); }
   static int64_t width(const Problem &p) { return (p.S + 1) / 2 + KEYS / 2; }
@@ -127,17 +129,11 @@ struct Turned {
   void begin(const Problem &p, float *room, int64_t n) {
     words = room;
     stride = width(p);
-    from = to = 0;
+    reached = {};
     memset(words, 0, size(p, n) * 4);
   }
   void need(const Problem &p, const Block &k, const View &v, int64_t n, int64_t start, int64_t stop) {
-    start -= start % 2;
-    if (start >= stop) return;
-    if (from == to) from = to = start;
-    read(p, k, v, n, start, min(stop, from));
-    read(p, k, v, n, max(start, to), stop);
-    from = min(from, start);
-    to = max(to, min(p.S, stop + stop % 2));
+    reached.extend(start - start % 2, min(p.S, stop + stop % 2), [&](int64_t a, int64_t b) { read(p, k, v, n, a, b); });
   }
   void read(const Problem &p, const Block &k, const View &v, int64_t n, int64_t start, int64_t stop) {
     for (int64_t j = start; j < stop; j += 2) {

@@ -43,6 +43,9 @@ INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 INLINE float sum(vec x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#endif
   float half[LANES];
   memcpy(half, &x, sizeof x);
   for (int n = LANES / 2; n; n /= 2)

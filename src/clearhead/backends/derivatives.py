@@ -58,6 +58,7 @@ class _Fused(torch.autograd.Function):
         inputs = list(ctx.saved_tensors)
         unchanged()
         if torch.is_grad_enabled():
+            inputs = [tensor.view_as(tensor) for tensor in inputs]  # one that is given twice gets a share for each
             context = plain(request.on(inputs, request.attn_bias))
         else:
             inputs, context = ctx.once or _once(fused, request, inputs)

@@ -6,7 +6,7 @@ the mask goes along as a bool tensor where that exists already; else by tiles of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -45,6 +45,10 @@ class Native(Backend):
             found.append(f"made for the CPU, not for {query.device.type}")
         if query.dtype == torch.float64:
             found.append("float64: the kernels compute in float32")
+        if query.is_neg() or request.key.is_neg() or request.value.is_neg():
+            found.append("a tensor that is negated when read (.resolve_neg() writes it)")
+        if max(request.sizes) >= 2**31:
+            found.append("2**31 queries or keys")
         if transforming():
             found.append("inside torch.func or forward-mode differentiation: the kernels have no rules for them")
         return found
@@ -75,17 +79,18 @@ class Native(Backend):
 
 def _plain(request: Request) -> bool:
     """Whether memory may be read here and now: no tracing, no subclasses of tensors, no modes that listen."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
         return False
-    tensors = (request.query, request.key, request.value)
+    bias = request.attn_bias
+    tensors = (request.query, request.key, request.value, request.query if bias is None else bias)
     return all(type(tensor) is Tensor or type(tensor) is Parameter for tensor in tensors)
 
 
 def _whole(request: Request) -> Piece | None:
     """The call as one piece; None where a mask of size L x S would have to be made for it."""
     bias, mask = request.attn_bias, request.mask
-    if bias is not None and bias.dtype == torch.float64:
-        bias = bias.float()
+    if bias is not None:
+        bias = bias.resolve_neg()
     parts = EVERYTHING
     if mask is not None:
         _, _, L, S = request.sizes
@@ -161,11 +166,10 @@ class _Attend(torch.autograd.Function):
             ctx.unchanged()
         scale, dropout_p, seed, mask = ctx.call
         request = Request(query, key, value, mask, bias, scale, dropout_p, seed, axes=4)
-        found = (
-            _gradients_with_graph(request, dcontext)
-            if torch.is_grad_enabled()
-            else _backward(request, context, lse, dcontext, bias_grad=ctx.needs_input_grad[3])
-        )
+        if torch.is_grad_enabled() or transforming() or torch._C._functorch.is_legacy_batchedtensor(dcontext):
+            found = _by_plain_torch(request, dcontext, ctx.needs_input_grad[:4])
+        else:
+            found = _backward(request, context, lse, dcontext, bias_grad=ctx.needs_input_grad[3])
         return *found, None, None, None
 
 
@@ -177,7 +181,7 @@ def _backward(
     if whole is not None:
         *most, dbias = backward(whole, context, lse, dcontext, bias_grad=bias_grad)
         return [*most, None if dbias is None or bias is None else dbias.to(bias.dtype)]
-    # Sums over tiles, in float32.
+    # Summed over the tiles in float32.
     dquery, dkey, dvalue = (
         torch.zeros_like(t, dtype=torch.float32) for t in (request.query, request.key, request.value)
     )
@@ -196,12 +200,17 @@ def _backward(
     return [*found, None if dbias is None or bias is None else dbias.to(bias.dtype)]
 
 
-def _gradients_with_graph(request: Request, dcontext: Tensor) -> list[Tensor | None]:
-    finite, aside = set_aside(request)
-    context = Blockwise().run(finite)
-    if aside is not None:
-        context = aside.restore(context)
+def _by_plain_torch(request: Request, dcontext: Tensor, asked: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients that can be differentiated, or taken of many gradients at once."""
     inputs = (request.query, request.key, request.value, request.attn_bias)
-    asked = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-    grads = iter(torch.autograd.grad(context, asked, dcontext, create_graph=True, materialize_grads=True))
-    return [next(grads) if tensor is not None and tensor.requires_grad else None for tensor in inputs]
+    with_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        # Views: where one tensor is given twice, or made from another, each place gets its own share.
+        query, key, value, bias = (tensor if tensor is None else tensor.view_as(tensor) for tensor in inputs)
+        finite, aside = set_aside(request.on([query, key, value], bias))  # type: ignore[list-item]
+        context = Blockwise().run(finite)
+        if aside is not None:
+            context = aside.restore(context)
+        wanted = [t for t, asks in zip((query, key, value, bias), asked, strict=True) if asks and t is not None]
+        grads = iter(torch.autograd.grad(context, wanted, dcontext, create_graph=with_graph, materialize_grads=True))
+    return [next(grads) if asks and tensor is not None else None for tensor, asks in zip(inputs, asked, strict=True)]

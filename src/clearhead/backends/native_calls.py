@@ -12,11 +12,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from clearhead.backends.blockwise import visible_tile
 from clearhead.backends.native_library import library
 from clearhead.backends.nonfinite import SetAside, set_aside, visible_to
 from clearhead.checks import Request
 from clearhead.masks import Mask
 from clearhead.observe import Observe
+from clearhead.plan import tiles
 
 FAR = 2**40  # beyond any key
 
@@ -95,6 +97,13 @@ class Piece(NamedTuple):
         return (threshold, *self.seed.tolist(), factor, *self.origin)
 
 
+def context_like(query: Tensor, value: Tensor) -> Tensor:
+    """Room for a context: laid out as the query where it can be, so that merging heads is no copy."""
+    if query.shape[3] == value.shape[3]:
+        return room_like(query)
+    return query.new_empty((*query.shape[:3], value.shape[3]))
+
+
 def forward(
     piece: Piece, observe: Observe | None = None, *, need_lse: bool = True
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
@@ -103,7 +112,7 @@ def forward(
     kernels = library()
     assert kernels is not None
     B, H, L, _ = query.shape
-    context = query.new_empty((B, H, L, value.shape[3]))
+    context = context_like(query, value)
     need_lse = need_lse or (observe is not None and (observe.lse or observe.received))
     lse = query.new_empty((B, H, L), dtype=torch.float32) if need_lse else None
     room = None if observe is None else _room(query, key, observe)
@@ -146,7 +155,7 @@ def backward(
     """Gradients of query, key and value, each like its tensor, and of the bias (float32) if asked for."""
     tensors = (piece.query, piece.key, piece.value)
     dbias = None if piece.bias is None or not bias_grad else torch.zeros_like(piece.bias, dtype=torch.float32)
-    wanted = (torch.empty_like(piece.query), torch.empty_like(piece.key), torch.empty_like(piece.value), dbias)
+    wanted = (room_like(piece.query), room_like(piece.key), room_like(piece.value), dbias)
     kernels = library()
     assert kernels is not None
     outcome = kernels.backward(*tensors, context, lse, *piece.rest(), False, dcontext, *wanted)
@@ -183,8 +192,27 @@ def _backward_of_non_finite(
         for grad in (dkey, dvalue):
             grad.masked_fill_(reached[..., None], torch.nan)
         if dbias is not None:
-            dbias.fill_(torch.nan)
+            _spoil_bias(dbias, request, broken)
     return dquery, dkey, dvalue, dbias
+
+
+def _spoil_bias(dbias: Tensor, request: Request, broken: Tensor) -> None:
+    """NaN where the gradient of the bias sums over a pair that a broken row sees."""
+    for tile in tiles(request):
+        pairs = broken[tile.batch, :, tile.queries, None]
+        visible = visible_tile(request, tile)
+        pairs = pairs.expand(-1, -1, -1, request.key.shape[2])[..., tile.keys] if visible is None else pairs & visible
+        cut: list[Any] = [tile.batch, tile.heads, tile.queries, tile.keys]
+        for axis, size in enumerate(dbias.shape):
+            if size == 1:
+                pairs, cut[axis] = pairs.any(dim=axis, keepdim=True), slice(None)
+        dbias[tuple(cut)] = dbias[tuple(cut)].masked_fill(pairs, torch.nan)
+
+
+def room_like(tensor: Tensor) -> Tensor:
+    """Room laid out as the tensor, where that leaves its features side by side."""
+    room = torch.empty_like(tensor)
+    return room if room.stride(3) == 1 or room.shape[3] <= 1 else room.contiguous()
 
 
 def _packed(tensor: Tensor) -> Tensor:

@@ -56,7 +56,10 @@ def _load() -> tuple[ModuleType | None, str | None]:
         if not isinstance(error, ModuleNotFoundError) or error.name != NAME:
             return None, f"the native kernels are there but do not load: {error}"
     else:
-        module.use_exchange(torch.Tensor.__dlpack_c_exchange_api__)  # they read tensors without torch's headers
+        try:  # how they read tensors without torch's headers
+            module.use_exchange(torch.Tensor.__dlpack_c_exchange_api__)
+        except (AttributeError, ValueError) as error:
+            return None, f"the native kernels are there but cannot read this torch's tensors: {error}"
         return module, None
     if sys.platform not in TOOLS:
         return None, "the native kernels were not built: they are for Linux and macOS"

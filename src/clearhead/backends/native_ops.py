@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.backends.native_calls import Parts, Piece, backward, forward
+from clearhead.backends.native_calls import Parts, Piece, backward, context_like, forward
 
 
 def attend(piece: Piece) -> Tensor:
@@ -49,7 +49,7 @@ def _attend(
 @_attend.register_fake
 def _(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, H, L, _E = query.shape
-    return query.new_empty(B, H, L, value.shape[-1]), query.new_empty((B, H, L), dtype=torch.float32)
+    return context_like(query, value), query.new_empty((B, H, L), dtype=torch.float32)
 
 
 @torch.library.custom_op("clearhead::attend_backward", mutates_args=(), device_types="cpu")

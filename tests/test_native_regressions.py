@@ -1,0 +1,184 @@
+"""Faults of the native kernels that were found by reading them, each with the call that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.backends import BACKENDS
+from clearhead.backends.native_library import library
+
+KERNELS = library()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="the native kernels are not built")
+ISAS = [] if KERNELS is None else KERNELS.isas()
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    assert KERNELS is not None
+    before = KERNELS.isa()
+    KERNELS.set_isa(request.param)
+    yield request.param
+    KERNELS.set_isa(before)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def near(found: Tensor, truth: Tensor, tolerance: float) -> None:
+    assert found.isfinite().all()
+    assert (found.double() - truth).abs().max() <= tolerance * max(1.0, truth.abs().max().item())
+
+
+# -- keys that are not read in one go --------------------------------------------------------------------------
+
+
+def _with_a_gap() -> tuple[ch.Mask, tuple[int, int, int, int]]:
+    visible = torch.ones(128, 768, dtype=torch.bool)
+    visible[:64, 256:512] = False  # the first block of queries skips a whole block of keys
+    return ch.Allowed(visible, axes="qk"), (1, 1, 128, 768)
+
+
+def _backwards() -> tuple[ch.Mask, tuple[int, int, int, int]]:
+    queries = torch.tensor([2, 0, 1]).repeat_interleave(64)
+    return ch.Segments(queries[None], torch.arange(3).repeat_interleave(256)[None]), (1, 1, 192, 768)
+
+
+def _window_over_heads() -> tuple[ch.Mask, tuple[int, int, int, int]]:
+    return ch.Causal() & ch.Window(left=63), (3, 1, 1024, 1024)  # a task goes from one head to the next
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", [_with_a_gap, _backwards, _window_over_heads])
+def test_keys_with_gaps(case: object, dtype: torch.dtype, isa: str, two_threads: None) -> None:
+    mask, (H, shared, L, S) = case()  # type: ignore[operator]
+    inputs = [drawn(1, h, n, 64, dtype=dtype, seed=i) for i, (h, n) in enumerate(((H, L), (shared, S), (shared, S)))]
+    gradient = drawn(1, H, L, 64, dtype=dtype, seed=9)
+    results = []
+    for kind, backend in ((dtype, "native"), (torch.float64, "reference")):
+        leaves = [tensor.to(kind).requires_grad_() for tensor in inputs]
+        out = ch.attention(*leaves, mask, backend=backend)
+        results.append([out, *torch.autograd.grad(out, leaves, gradient.to(kind))])
+    for found, truth in zip(*results, strict=True):
+        near(found, truth, 2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_nan_behind_a_gap_stays_hidden(isa: str) -> None:
+    mask, (_, _, L, S) = _backwards()
+    real = torch.ones(1, S, dtype=torch.bool)
+    real[0, 300] = False
+    query, key, value = drawn(1, 1, L, 64), drawn(1, 1, S, 64, seed=1), drawn(1, 1, S, 64, seed=2)
+    clean = ch.attention(query, key, value, mask & ch.KeyPadding(real=real), backend="native")
+    value[0, 0, 300] = torch.nan
+    assert torch.equal(ch.attention(query, key, value, mask & ch.KeyPadding(real=real), backend="native"), clean)
+
+
+def test_gradients_of_bfloat16_take_its_own_products() -> None:
+    assert KERNELS is not None
+    if not {"avx512bf16", "avx512"} <= set(ISAS):
+        pytest.skip("this processor has no products of bfloat16")
+    leaves = [drawn(1, 2, 96, 64, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3)]
+    before, found = KERNELS.isa(), {}
+    for name in ("avx512bf16", "avx512"):
+        KERNELS.set_isa(name)
+        out = ch.attention(*leaves, backend="native")
+        KERNELS.set_isa("avx512")  # the forward pass is another story
+        KERNELS.set_isa(name)
+        found[name] = torch.autograd.grad(out.sum(), leaves)[2]
+    KERNELS.set_isa(before)
+    assert not torch.equal(found["avx512bf16"], found["avx512"])  # weights were rounded before they were summed
+
+
+# -- derivatives -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_tensor_given_three_times_with_a_graph(backend: str) -> None:
+    dtype = torch.float32 if backend == "native" else torch.float64
+
+    def gradients(name: str, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = drawn(1, 2, 5, 4).to(kind).requires_grad_()
+        out = ch.attention(x, x * 1.5, x, ch.Causal(), backend=name)
+        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return first.detach(), second
+
+    for found, truth in zip(gradients(backend, dtype), gradients("reference", torch.float64), strict=True):
+        near(found, truth, 1e-5)
+
+
+def test_many_gradients_at_once() -> None:
+    leaves = [drawn(1, 2, 5, 4, seed=i).requires_grad_() for i in range(3)]
+    out = ch.attention(*leaves, ch.Causal(), backend="native")
+    many = torch.stack([drawn(1, 2, 5, 4, seed=7), drawn(1, 2, 5, 4, seed=8)])
+    batched = torch.autograd.grad(out, leaves, many, is_grads_batched=True, retain_graph=True)
+    for i, one in enumerate(many):
+        for together, alone in zip(batched, torch.autograd.grad(out, leaves, one, retain_graph=True), strict=True):
+            near(together[i], alone.double(), 1e-5)
+
+
+def test_gradients_of_an_overlapping_view() -> None:
+    results = []
+    for kind, backend in ((torch.float32, "native"), (torch.float64, "reference")):
+        row = drawn(1, 2, 12).to(kind).requires_grad_()
+        key, value = drawn(1, 2, 7, 8, seed=1).to(kind), drawn(1, 2, 7, 8, seed=2).to(kind)
+        out = ch.attention(row.unfold(2, 8, 1), key, value, backend=backend)  # (1, 2, 5, 8), all strides 1
+        results.append(torch.autograd.grad(out.square().sum(), row)[0])
+    near(results[0], results[1], 1e-5)
+
+
+def test_a_broken_gradient_reaches_the_bias_where_its_row_looks() -> None:
+    inputs = [drawn(2, 2, 5, 4, seed=i) for i in range(3)]
+    bias = drawn(1, 2, 5, 5, seed=4).requires_grad_()
+    out = ch.attention(*inputs, ch.Causal(), attn_bias=bias, backend="native")
+    gradient = torch.ones_like(out)
+    gradient[1, 0, 3, 2] = torch.nan
+    (found,) = torch.autograd.grad(out, bias, gradient)
+    expected = torch.zeros(1, 2, 5, 5, dtype=torch.bool)
+    expected[0, 0, 3, :4] = True
+    assert torch.equal(found.isnan(), expected)
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------
+
+
+def test_entropy_beside_the_lowest_bias(isa: str) -> None:
+    query, key, value = drawn(1, 1, 1, 8), drawn(1, 1, 130, 8, seed=1), drawn(1, 1, 130, 8, seed=2)
+    bias = torch.zeros(1, 130)
+    bias[:, :64] = torch.finfo(torch.float32).min
+    _, seen = ch.attention(query, key, value, attn_bias=bias, observe=ch.Observe(entropy=True), backend="native")
+    weights = torch.softmax(query.double() @ key[:, :, 64:].double().mT * 8**-0.5, dim=-1)
+    near(seen.entropy, -(weights * weights.log()).sum(-1), 1e-5)
+
+
+def test_traced_programs_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about tracing
+        traced = torch.jit.trace(lambda x: ch.attention(x, x, x), drawn(1, 2, 5, 4), check_trace=False)
+    x = drawn(1, 2, 5, 4, seed=3)
+    near(traced(x), ch.attention(x.double(), x.double(), x.double(), backend="reference"), 1e-5)
+
+
+def test_lazily_negated_tensors() -> None:
+    z = torch.complex(drawn(1, 2, 5, 4), drawn(1, 2, 5, 4, seed=1)).conj()
+    x = drawn(1, 2, 5, 4, seed=2)
+    assert z.imag.is_neg()
+    near(ch.attention(z.imag, x, x), ch.attention(z.imag.double(), x.double(), x.double(), backend="reference"), 1e-5)
+    bias = torch.complex(drawn(5, 5), drawn(5, 5, seed=1)).conj().imag
+    out = ch.attention(x, x, x, attn_bias=bias, backend="native")
+    near(out, ch.attention(x.double(), x.double(), x.double(), attn_bias=bias.double(), backend="reference"), 1e-5)
