@@ -83,7 +83,6 @@ struct Problem {
 
 struct Kernels {
   const char *name;
-  int64_t lanes;
   size_t (*forward_scratch)(const Problem *); // floats that a task works in
   size_t (*forward_partial)(const Problem *); // floats that a task leaves
   void (*forward)(const Problem *, float *scratch, int64_t task);

@@ -1,130 +1,9 @@
 // The forward pass: an online softmax over blocks of keys (Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al.
 // 2022, arXiv 2205.14135), and the statistics of the weights in the same pass.
 #pragma once
-#include "pairs.h"
+#include "statistics.h"
 
 namespace {
-
-// Hands out pieces of a task's scratch; without a base it only counts.
-struct Arena {
-  float *base;
-  int64_t used = 0;
-  float *take(int64_t n) {
-    float *piece = base ? base + used : nullptr;
-    used += (n + 15) / 16 * 16;
-    return piece;
-  }
-};
-
-// What a block's rows have gathered over the keys so far. Sums are relative to `top`.
-struct Sums {
-  float *context;           // [ROWS][Ev padded], or turned where products go by pairs
-  float *top, *sum;         // [ROWS]: the largest score, the sum of e^(score - top)
-  float *surprise, *far;    // [ROWS]: sums of e^(score - top) times (score - top), and times the distance
-  float *mass;              // [groups][ROWS]
-  float *best, *best_key;   // [top k][ROWS]: the largest scores and (int32) their keys
-  float *at;                // [offsets][ROWS]: scores at fixed distances
-  bool fresh = true;        // no keys yet: context holds nothing
-
-  Sums(const Problem &p, Arena &a) {
-    context = a.take(ROWS * padded(p.Ev));
-    top = a.take(ROWS);
-    sum = a.take(ROWS);
-    surprise = a.take(ROWS);
-    far = a.take(ROWS);
-    mass = a.take(p.seen.groups * ROWS);
-    best = a.take(p.seen.top * ROWS);
-    best_key = a.take(p.seen.top * ROWS);
-    at = a.take(p.seen.offsets * ROWS);
-  }
-
-  void clear(const Problem &p, const Block &k) {
-    for (int64_t r = 0; r < k.width; r++) top[r] = -INF, sum[r] = surprise[r] = far[r] = 0;
-    fresh = true;
-    for (int64_t i = 0; i < p.seen.groups * ROWS; i++) mass[i] = 0;
-    for (int64_t i = 0; i < p.seen.top * ROWS; i++) best[i] = -INF, ((int32_t *)best_key)[i] = -1;
-    for (int64_t i = 0; i < p.seen.offsets * ROWS; i++) at[i] = -INF;
-  }
-};
-
-// Room for one block of rows and one block of keys; of `strip` keys where weights are kept until the end.
-struct Room {
-  float *rows, *query; // [ROWS][E padded], [E][width]
-  float *P, *grid, *grid_rows, *kept, *keys, *values;
-  float *alpha, *inverse, *tops;  // [ROWS], [ROWS], [blocks of keys in a strip][ROWS]
-  float *query_pairs, *P_pairs;   // [E / 2][width], [KEYS / 2][width]
-  bool pairs;
-  Turned turned_values;
-
-  Room(const Problem &p, Arena &a) {
-    const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
-    rows = a.take(ROWS * padded(p.E));
-    query = a.take(ROWS * padded(p.E));
-    P = a.take(strip * ROWS);
-    grid = a.take(has_grid(p) ? n * ROWS : 0);
-    grid_rows = a.take(has_grid(p) ? n * ROWS : 0);
-    kept = a.take(p.dropout.on ? n * ROWS : 0);
-    keys = a.take(n * padded(p.E));
-    values = a.take(max(n, ROWS) * padded(p.Ev));
-    alpha = a.take(ROWS);
-    inverse = a.take(ROWS);
-    tops = a.take(p.seen.received ? STRIP / once * ROWS : 0);
-    pairs = by_pairs(p);
-    query_pairs = a.take(pairs ? p.E / 2 * ROWS : 0);
-    P_pairs = a.take(pairs ? KEYS / 2 * ROWS : 0);
-    turned_values.words = a.take(pairs ? Turned::size(p, p.Ev) : 0);
-  }
-};
-
-// Keys that a task has found finite.
-struct Scan {
-  Reached reached;
-
-  void keys(const Problem &p, const Block &k, int64_t start, int64_t stop) {
-    if (p.non_finite) reached.extend(start, stop, [&](int64_t a, int64_t b) { check(p, k, a, b); });
-  }
-  void check(const Problem &p, const Block &k, int64_t start, int64_t stop) {
-    if (start >= stop) return;
-    if (!rows_finite(p.key, p.dtype, at(p.key, k.b, k.kv, start), stop - start, p.E) ||
-        !rows_finite(p.value, p.dtype, at(p.value, k.b, k.kv, start), stop - start, p.Ev))
-      report(p);
-  }
-  static void rows(const Problem &p, const float *rows, int64_t stride, int64_t count, int64_t n) {
-    if (p.non_finite && !all_finite(rows, stride, count, n)) report(p);
-  }
-};
-
-// P[n][width] = K V' with rows of a tensor like the key in place, and pairs [features / 2][width].
-static void by_words(const Block &k, const View &v, int64_t from, int64_t n, int64_t features, const float *pairs, float *P) {
-  const float *words = (const float *)((const uint16_t *)v.data + at(v, k.b, k.kv, from));
-  matmul_pairs(n, k.width, features / 2, words, v.row / 2, pairs, k.width, P, k.width, false);
-}
-
-static void scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
-  if (w.pairs) {
-    by_words(k, p.key, from, n, p.E, w.query_pairs, P);
-    const vec scale = splat(p.scale);
-    for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * scale);
-    return;
-  }
-  Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, 1, w.keys);
-  matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, w.query, k.width, P, k.width, false);
-}
-
-// The block's queries: times scale and turned, or as pairs.
-static void read_queries(const Problem &p, const Block &k, const Room &w) {
-  read_rows(p, k, p.query, p.E, w.pairs ? 1 : p.scale, w.rows, padded(p.E), w.query);
-  Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
-  if (w.pairs) pairs_of(w.query, p.E, k.width, w.query_pairs);
-}
-
-// Scores of n keys, hidden ones -inf; false if the grid hides them all.
-static bool masked_scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
-  if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
-  scores(p, k, w, from, n, P);
-  hide(k, from, n, has_grid(p) ? w.grid : nullptr, P);
-  return true;
-}
 
 // P becomes e^(P - top), for N vectors of rows; sums go on, alpha is what earlier sums were multiplied by.
 template <int N, bool SURPRISE, bool FAR>
@@ -173,70 +52,6 @@ static void softmax_rows(const Problem &p, const Block &k, int64_t from, int64_t
   int64_t r = 0;
   for (; r + 4 * LANES <= k.width; r += 4 * LANES) softmax<4, SURPRISE, FAR>(k, r, from, n, shift, P + r, s, alpha);
   for (; r < k.width; r += LANES) softmax<1, SURPRISE, FAR>(k, r, from, n, shift, P + r, s, alpha);
-}
-
-// The largest scores of each row, sorted; equal ones in the order of their keys.
-static void keep_best(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, const Sums &s) {
-  const int64_t count = p.seen.top;
-  int32_t *keys = (int32_t *)s.best_key;
-  for (int64_t r = 0; r < k.width; r += LANES) {
-    vec last = load(s.best + (count - 1) * ROWS + r);
-    for (int64_t j = 0; j < n; j++) {
-      vec x = load(P + j * k.width + r);
-      if (__builtin_expect(!any(x > last), 1)) continue;
-      ivec key = isplat((int32_t)(from + j));
-      for (int64_t t = 0; t < count; t++) {
-        float *best = s.best + t * ROWS + r;
-        int32_t *best_key = keys + t * ROWS + r;
-        vec y = load(best);
-        ivec other = iload(best_key), better = x > y;
-        store(best, better ? x : y);
-        *(ivec *)best_key = better ? key : other;
-        x = better ? y : x;
-        key = better ? other : key;
-      }
-      last = load(s.best + (count - 1) * ROWS + r);
-    }
-  }
-}
-
-static void keep_offsets(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, const Sums &s) {
-  for (int64_t o = 0; o < p.seen.offsets; o++)
-    for (int64_t r = 0; r < k.count; r++) {
-      int64_t j = k.query[r] + p.S - p.L - p.seen.offset[o] - from;
-      if (j >= 0 && j < n) s.at[o * ROWS + r] = P[j * k.width + r];
-    }
-}
-
-static void add_mass(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, const Sums &s, const float *alpha) {
-  for (int64_t g = 0; g < p.seen.groups; g++) {
-    const Grid &group = p.seen.group[g];
-    const uint8_t *in = (const uint8_t *)group.data + k.b * group.batch + from * group.key;
-    for (int64_t r = 0; r < k.width; r += LANES) {
-      float *mass = s.mass + g * ROWS + r;
-      vec total = load(mass) * load(alpha + r);
-      for (int64_t j = 0; j < n; j++)
-        if (in[j * group.key]) total += load(P + j * k.width + r);
-      store(mass, total);
-    }
-  }
-}
-
-// received[head of the group][S] += the rows' weights, P times factor.
-static void add_received(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, const float *factor,
-                         float *received) {
-  for (int64_t r = 0; r < k.count;) {
-    const int64_t g = (k.first + r) / p.L, end = min(k.count, (g + 1) * p.L - k.first);
-    float own[ROWS]; // the factors of the rows of this head
-    for (int64_t i = 0; i < k.width; i++) own[i] = i >= r && i < end ? factor[i] : 0;
-    float *to = received + g * p.S + from;
-    for (int64_t j = 0; j < n; j++) {
-      vec total = splat(0);
-      for (int64_t i = 0; i < k.width; i += LANES) total += load(P + j * k.width + i) * load(own + i);
-      to[j] += sum(total);
-    }
-    r = end;
-  }
 }
 
 static const float *drop(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, float *kept_weights) {
@@ -342,31 +157,6 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
   for (int64_t t = 0; t < seen.top; t++)
     for (int64_t r = 0; r < k.count; r++)
       seen.top_keys[k.row(p, r) * seen.top + t] = inverse[r] == 0 ? -1 : ((const int32_t *)s.best_key)[t * ROWS + r];
-}
-
-// received of a block whose weights are in the strip, or else from scores computed again.
-static void received_of(const Problem &p, const Block &k, const Room &w, const Sums &s, bool strip, float *received) {
-  float top[ROWS], factor[ROWS];
-  for (int64_t r = 0; r < k.width; r++) top[r] = s.top[r] == -INF ? 0 : s.top[r];
-  const int64_t once = keys_at_once(p);
-  for (int64_t j = k.from; j < k.to; j += once) {
-    const int64_t n = min(once, k.to - j);
-    float *P = strip ? w.P + (j - k.from) * k.width : w.P;
-    if (strip) {
-      const float *then = w.tops + (j - k.from) / once * ROWS; // what the weights are relative to
-      for (int64_t r = 0; r < k.width; r += LANES)
-        store(factor + r, exp(load(then + r) - load(top + r)) * load(w.inverse + r));
-    } else {
-      if (!masked_scores(p, k, w, j, n, P)) continue;
-      for (int64_t i = 0; i < n; i++)
-        for (int64_t r = 0; r < k.width; r += LANES) {
-          float *x = P + i * k.width + r;
-          store(x, exp(load(x) - load(top + r)));
-        }
-      memcpy(factor, w.inverse, sizeof factor);
-    }
-    add_received(p, k, j, n, P, factor, received);
-  }
 }
 
 static size_t forward_scratch(const Problem *p) {
@@ -480,49 +270,6 @@ static void forward_merge(const Problem *problem, float *scratch, int64_t head) 
     }
   }
   finish(p, k, all, inverse);
-}
-
-// received of one run of keys from the rows' lse: a pass of its own.
-static void received(const Problem *problem, float *scratch, int64_t task) {
-  const Problem &p = *problem;
-  const int64_t head = task / p.key_splits, run = task % p.key_splits, group = p.H / p.Hkv;
-  Arena a{scratch};
-  Room w(p, a);
-  Block k;
-  begin(p, k, head, 0);
-  float *to = p.seen.received + head * group * p.S;
-  const int64_t start = run * p.key_run, stop = min(p.S, start + p.key_run);
-  for (int64_t g = 0; g < group; g++) memset(to + g * p.S + start, 0, max(0, stop - start) * 4);
-  read_queries(p, k, w);
-  float lse[ROWS], alive[ROWS];
-  for (int64_t r = 0; r < k.width; r++) {
-    lse[r] = r < k.count ? p.seen.lse[k.row(p, r)] : -INF;
-    alive[r] = lse[r] == -INF ? 0 : 1;
-    if (lse[r] == -INF) lse[r] = 0;
-  }
-  const int64_t once = keys_at_once(p);
-  for (int64_t j = max(k.from, start); j < min(k.to, stop); j += once) {
-    const int64_t n = min(once, min(k.to, stop) - j);
-    if (!masked_scores(p, k, w, j, n, w.P)) continue;
-    for (int64_t i = 0; i < n; i++)
-      for (int64_t r = 0; r < k.width; r += LANES) {
-        float *x = w.P + i * k.width + r;
-        store(x, exp(load(x) - load(lse + r)));
-      }
-    add_received(p, k, j, n, w.P, alive, to);
-  }
-}
-
-// The splits' shares of received, in their order.
-static void received_sum(const Problem *problem, int64_t head) {
-  const Problem &p = *problem;
-  const int64_t n = p.H / p.Hkv * p.S;
-  const float *part = p.partial + head * p.splits * n;
-  for (int64_t j = 0; j < n; j++) {
-    float total = 0;
-    for (int64_t s = 0; s < p.splits; s++) total += part[s * n + j];
-    p.seen.received[head * n + j] = total;
-  }
 }
 
 } // namespace

@@ -27,6 +27,6 @@ static double multiply_adds(int64_t rounds) {
 #define TEXT(a) TEXT_(a)
 
 extern "C" const Kernels JOIN(kernels_, ISA) = {
-    TEXT(ISA),       LANES,    forward_scratch,  forward_partial,  forward,  forward_merge, received,
+    TEXT(ISA),       forward_scratch,  forward_partial,  forward,  forward_merge, received,
     received_sum,    backward_scratch, backward_partial, backward, backward_sum,  bias_backward, multiply_adds,
 };

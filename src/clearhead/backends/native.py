@@ -1,7 +1,8 @@
 """Our kernels for the CPU (``native/`` in the sources): one pass for output and statistics, in O(L) memory.
 
-What a mask leaves of each row as one interval of keys is neither computed nor read outside of it. What is left of
-the mask goes along as a bool tensor where that exists already; else by tiles of rows, each with its own.
+Where a mask leaves each query one interval of keys, what lies outside those of a block of queries is neither computed
+nor read. What is left of the mask goes along as a bool tensor where that exists already; else by tiles of rows, each
+with its own.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Native(Backend):
             found.append(f"made for the CPU, not for {query.device.type}")
         if query.dtype == torch.float64:
             found.append("float64: the kernels compute in float32")
-        if query.is_neg() or request.key.is_neg() or request.value.is_neg():
+        if not torch.compiler.is_compiling() and (query.is_neg() or request.key.is_neg() or request.value.is_neg()):
             found.append("a tensor that is negated when read (.resolve_neg() writes it)")
         if max(request.sizes) >= 2**31:
             found.append("2**31 queries or keys")
@@ -89,7 +90,7 @@ def _plain(request: Request) -> bool:
 def _whole(request: Request) -> Piece | None:
     """The call as one piece; None where a mask of size L x S would have to be made for it."""
     bias, mask = request.attn_bias, request.mask
-    if bias is not None:
+    if bias is not None and not torch.compiler.is_compiling():
         bias = bias.resolve_neg()
     parts = EVERYTHING
     if mask is not None:

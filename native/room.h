@@ -1,0 +1,128 @@
+// What a task works in: its scratch, the sums of a block of queries, and the scores of a block of keys.
+#pragma once
+#include "pairs.h"
+
+namespace {
+
+// Hands out pieces of a task's scratch; without a base it only counts.
+struct Arena {
+  float *base;
+  int64_t used = 0;
+  float *take(int64_t n) {
+    float *piece = base ? base + used : nullptr;
+    used += (n + 15) / 16 * 16;
+    return piece;
+  }
+};
+
+// What a block's rows have gathered over the keys so far. Sums are relative to `top`.
+struct Sums {
+  float *context;           // [ROWS][Ev padded], or turned where products go by pairs
+  float *top, *sum;         // [ROWS]: the largest score, the sum of e^(score - top)
+  float *surprise, *far;    // [ROWS]: sums of e^(score - top) times (score - top), and times the distance
+  float *mass;              // [groups][ROWS]
+  float *best, *best_key;   // [top k][ROWS]: the largest scores and (int32) their keys
+  float *at;                // [offsets][ROWS]: scores at fixed distances
+  bool fresh = true;        // no keys yet: context holds nothing
+
+  Sums(const Problem &p, Arena &a) {
+    context = a.take(ROWS * padded(p.Ev));
+    top = a.take(ROWS);
+    sum = a.take(ROWS);
+    surprise = a.take(ROWS);
+    far = a.take(ROWS);
+    mass = a.take(p.seen.groups * ROWS);
+    best = a.take(p.seen.top * ROWS);
+    best_key = a.take(p.seen.top * ROWS);
+    at = a.take(p.seen.offsets * ROWS);
+  }
+
+  void clear(const Problem &p, const Block &k) {
+    for (int64_t r = 0; r < k.width; r++) top[r] = -INF, sum[r] = surprise[r] = far[r] = 0;
+    fresh = true;
+    for (int64_t i = 0; i < p.seen.groups * ROWS; i++) mass[i] = 0;
+    for (int64_t i = 0; i < p.seen.top * ROWS; i++) best[i] = -INF, ((int32_t *)best_key)[i] = -1;
+    for (int64_t i = 0; i < p.seen.offsets * ROWS; i++) at[i] = -INF;
+  }
+};
+
+// Room for one block of rows and one block of keys; of `strip` keys where weights are kept until the end.
+struct Room {
+  float *rows, *query; // [ROWS][E padded], [E][width]
+  float *P, *grid, *grid_rows, *kept, *keys, *values;
+  float *alpha, *inverse, *tops;  // [ROWS], [ROWS], [blocks of keys in a strip][ROWS]
+  float *query_pairs, *P_pairs;   // [E / 2][width], [KEYS / 2][width]
+  bool pairs;
+  Turned turned_values;
+
+  Room(const Problem &p, Arena &a) {
+    const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
+    rows = a.take(ROWS * padded(p.E));
+    query = a.take(ROWS * padded(p.E));
+    P = a.take(strip * ROWS);
+    grid = a.take(has_grid(p) ? n * ROWS : 0);
+    grid_rows = a.take(has_grid(p) ? n * ROWS : 0);
+    kept = a.take(p.dropout.on ? n * ROWS : 0);
+    keys = a.take(n * padded(p.E));
+    values = a.take(max(n, ROWS) * padded(p.Ev));
+    alpha = a.take(ROWS);
+    inverse = a.take(ROWS);
+    tops = a.take(p.seen.received ? STRIP / once * ROWS : 0);
+    pairs = by_pairs(p);
+    query_pairs = a.take(pairs ? p.E / 2 * ROWS : 0);
+    P_pairs = a.take(pairs ? KEYS / 2 * ROWS : 0);
+    turned_values.words = a.take(pairs ? Turned::size(p, p.Ev) : 0);
+  }
+};
+
+// Keys that a task has found finite.
+struct Scan {
+  Reached reached;
+
+  void keys(const Problem &p, const Block &k, int64_t start, int64_t stop) {
+    if (p.non_finite) reached.extend(start, stop, [&](int64_t a, int64_t b) { check(p, k, a, b); });
+  }
+  void check(const Problem &p, const Block &k, int64_t start, int64_t stop) {
+    if (start >= stop) return;
+    if (!rows_finite(p.key, p.dtype, at(p.key, k.b, k.kv, start), stop - start, p.E) ||
+        !rows_finite(p.value, p.dtype, at(p.value, k.b, k.kv, start), stop - start, p.Ev))
+      report(p);
+  }
+  static void rows(const Problem &p, const float *rows, int64_t stride, int64_t count, int64_t n) {
+    if (p.non_finite && !all_finite(rows, stride, count, n)) report(p);
+  }
+};
+
+// P[n][width] = K V' with rows of a tensor like the key in place, and pairs [features / 2][width].
+static void by_words(const Block &k, const View &v, int64_t from, int64_t n, int64_t features, const float *pairs, float *P) {
+  const float *words = (const float *)((const uint16_t *)v.data + at(v, k.b, k.kv, from));
+  matmul_pairs(n, k.width, features / 2, words, v.row / 2, pairs, k.width, P, k.width, false);
+}
+
+static void scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
+  if (w.pairs) {
+    by_words(k, p.key, from, n, p.E, w.query_pairs, P);
+    const vec scale = splat(p.scale);
+    for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * scale);
+    return;
+  }
+  Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, 1, w.keys);
+  matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, w.query, k.width, P, k.width, false);
+}
+
+// The block's queries: times scale and turned, or as pairs.
+static void read_queries(const Problem &p, const Block &k, const Room &w) {
+  read_rows(p, k, p.query, p.E, w.pairs ? 1 : p.scale, w.rows, padded(p.E), w.query);
+  Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
+  if (w.pairs) pairs_of(w.query, p.E, k.width, w.query_pairs);
+}
+
+// Scores of n keys, hidden ones -inf; false if the grid hides them all.
+static bool masked_scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
+  if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
+  scores(p, k, w, from, n, P);
+  hide(k, from, n, has_grid(p) ? w.grid : nullptr, P);
+  return true;
+}
+
+} // namespace

@@ -1,0 +1,139 @@
+// What is seen of the weights on their way: the largest, those at fixed distances, those of groups and of each key.
+#pragma once
+#include "room.h"
+
+namespace {
+
+// The largest scores of each row, sorted; equal ones in the order of their keys.
+static void keep_best(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, const Sums &s) {
+  const int64_t count = p.seen.top;
+  int32_t *keys = (int32_t *)s.best_key;
+  for (int64_t r = 0; r < k.width; r += LANES) {
+    vec last = load(s.best + (count - 1) * ROWS + r);
+    for (int64_t j = 0; j < n; j++) {
+      vec x = load(P + j * k.width + r);
+      if (__builtin_expect(!any(x > last), 1)) continue;
+      ivec key = isplat((int32_t)(from + j));
+      for (int64_t t = 0; t < count; t++) {
+        float *best = s.best + t * ROWS + r;
+        int32_t *best_key = keys + t * ROWS + r;
+        vec y = load(best);
+        ivec other = iload(best_key), better = x > y;
+        store(best, better ? x : y);
+        *(ivec *)best_key = better ? key : other;
+        x = better ? y : x;
+        key = better ? other : key;
+      }
+      last = load(s.best + (count - 1) * ROWS + r);
+    }
+  }
+}
+
+static void keep_offsets(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, const Sums &s) {
+  for (int64_t o = 0; o < p.seen.offsets; o++)
+    for (int64_t r = 0; r < k.count; r++) {
+      int64_t j = k.query[r] + p.S - p.L - p.seen.offset[o] - from;
+      if (j >= 0 && j < n) s.at[o * ROWS + r] = P[j * k.width + r];
+    }
+}
+
+static void add_mass(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, const Sums &s, const float *alpha) {
+  for (int64_t g = 0; g < p.seen.groups; g++) {
+    const Grid &group = p.seen.group[g];
+    const uint8_t *in = (const uint8_t *)group.data + k.b * group.batch + from * group.key;
+    for (int64_t r = 0; r < k.width; r += LANES) {
+      float *mass = s.mass + g * ROWS + r;
+      vec total = load(mass) * load(alpha + r);
+      for (int64_t j = 0; j < n; j++)
+        if (in[j * group.key]) total += load(P + j * k.width + r);
+      store(mass, total);
+    }
+  }
+}
+
+// received[head of the group][S] += the rows' weights, P times factor.
+static void add_received(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, const float *factor,
+                         float *received) {
+  for (int64_t r = 0; r < k.count;) {
+    const int64_t g = (k.first + r) / p.L, end = min(k.count, (g + 1) * p.L - k.first);
+    float own[ROWS]; // the factors of the rows of this head
+    for (int64_t i = 0; i < k.width; i++) own[i] = i >= r && i < end ? factor[i] : 0;
+    float *to = received + g * p.S + from;
+    for (int64_t j = 0; j < n; j++) {
+      vec total = splat(0);
+      for (int64_t i = 0; i < k.width; i += LANES) total += load(P + j * k.width + i) * load(own + i);
+      to[j] += sum(total);
+    }
+    r = end;
+  }
+}
+
+// received of a block whose weights are in the strip, or else from scores computed again.
+static void received_of(const Problem &p, const Block &k, const Room &w, const Sums &s, bool strip, float *received) {
+  float top[ROWS], factor[ROWS];
+  for (int64_t r = 0; r < k.width; r++) top[r] = s.top[r] == -INF ? 0 : s.top[r];
+  const int64_t once = keys_at_once(p);
+  for (int64_t j = k.from; j < k.to; j += once) {
+    const int64_t n = min(once, k.to - j);
+    float *P = strip ? w.P + (j - k.from) * k.width : w.P;
+    if (strip) {
+      const float *then = w.tops + (j - k.from) / once * ROWS; // what the weights are relative to
+      for (int64_t r = 0; r < k.width; r += LANES)
+        store(factor + r, exp(load(then + r) - load(top + r)) * load(w.inverse + r));
+    } else {
+      if (!masked_scores(p, k, w, j, n, P)) continue;
+      for (int64_t i = 0; i < n; i++)
+        for (int64_t r = 0; r < k.width; r += LANES) {
+          float *x = P + i * k.width + r;
+          store(x, exp(load(x) - load(top + r)));
+        }
+      memcpy(factor, w.inverse, sizeof factor);
+    }
+    add_received(p, k, j, n, P, factor, received);
+  }
+}
+
+// received of one run of keys from the rows' lse: a pass of its own.
+static void received(const Problem *problem, float *scratch, int64_t task) {
+  const Problem &p = *problem;
+  const int64_t head = task / p.key_splits, run = task % p.key_splits, group = p.H / p.Hkv;
+  Arena a{scratch};
+  Room w(p, a);
+  Block k;
+  begin(p, k, head, 0);
+  float *to = p.seen.received + head * group * p.S;
+  const int64_t start = run * p.key_run, stop = min(p.S, start + p.key_run);
+  for (int64_t g = 0; g < group; g++) memset(to + g * p.S + start, 0, max(0, stop - start) * 4);
+  read_queries(p, k, w);
+  float lse[ROWS], alive[ROWS];
+  for (int64_t r = 0; r < k.width; r++) {
+    lse[r] = r < k.count ? p.seen.lse[k.row(p, r)] : -INF;
+    alive[r] = lse[r] == -INF ? 0 : 1;
+    if (lse[r] == -INF) lse[r] = 0;
+  }
+  const int64_t once = keys_at_once(p);
+  for (int64_t j = max(k.from, start); j < min(k.to, stop); j += once) {
+    const int64_t n = min(once, min(k.to, stop) - j);
+    if (!masked_scores(p, k, w, j, n, w.P)) continue;
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t r = 0; r < k.width; r += LANES) {
+        float *x = w.P + i * k.width + r;
+        store(x, exp(load(x) - load(lse + r)));
+      }
+    add_received(p, k, j, n, w.P, alive, to);
+  }
+}
+
+// The splits' shares of received, in their order.
+static void received_sum(const Problem *problem, int64_t head) {
+  const Problem &p = *problem;
+  const int64_t n = p.H / p.Hkv * p.S;
+  const float *part = p.partial + head * p.splits * n;
+  for (int64_t j = 0; j < n; j++) {
+    float total = 0;
+    for (int64_t s = 0; s < p.splits; s++) total += part[s * n + j];
+    p.seen.received[head * n + j] = total;
+  }
+}
+
+} // namespace
