@@ -76,6 +76,11 @@ def test_who_multiplies_in_the_projections(monkeypatch, ratios, env, shown):
     assert facts(run(CLEARHEAD_LINEAR=""))["projections"] == "by torch, which carries no oneDNN"
 
 
+def test_a_race_that_was_not_run_to_its_end_is_told(monkeypatch):
+    monkeypatch.setattr(linear, "_ratios", dict.fromkeys(linear.PRODUCTS, float("inf")))
+    assert "too busy to measure" in facts(run(CLEARHEAD_LINEAR=""))["projections"]
+
+
 def test_optional_packages_that_are_missing_are_named_with_their_extra(monkeypatch):
     monkeypatch.setattr(metadata, "version", _only("clearhead", "torch"))
     monkeypatch.setattr(sys.modules["clearhead.cli.info"], "find_spec", lambda name: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from importlib import metadata
@@ -74,6 +75,8 @@ def _projections() -> str:
         return f"by {'oneDNN' if ratios[0] < MARGIN else 'torch'}, as CLEARHEAD_LINEAR says"
     if not available():
         return "by torch, which carries no oneDNN"
+    if math.isinf(ratios[0]):
+        return "by torch: the machine was too busy to measure oneDNN against it"
     shares = ", ".join(f"{share:.2f}" for share in ratios)
     return f"oneDNN in {shares} of torch's time (output, its gradients); taken below {MARGIN}"
 
