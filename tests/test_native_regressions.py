@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -10,28 +11,21 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.backends import BACKENDS
-from clearhead.backends.native_library import library
+from native_checks import isa, isas, needs_kernels, threads
 
-KERNELS = library()
-pytestmark = pytest.mark.skipif(KERNELS is None, reason="the native kernels are not built")
-ISAS = [] if KERNELS is None else KERNELS.isas()
+pytestmark = needs_kernels
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert KERNELS is not None
-    before = KERNELS.isa()
-    KERNELS.set_isa(request.param)
-    yield request.param
-    KERNELS.set_isa(before)
+@pytest.fixture(params=isas())
+def each_isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    with isa(request.param):
+        yield
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with threads(2):
+        yield
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -63,7 +57,7 @@ def _window_over_heads() -> tuple[ch.Mask, tuple[int, int, int, int]]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", [_with_a_gap, _backwards, _window_over_heads])
-def test_keys_with_gaps(case: object, dtype: torch.dtype, isa: str, two_threads: None) -> None:
+def test_keys_with_gaps(case: object, dtype: torch.dtype, each_isa: None, two_threads: None) -> None:
     mask, (H, shared, L, S) = case()  # type: ignore[operator]
     inputs = [drawn(1, h, n, 64, dtype=dtype, seed=i) for i, (h, n) in enumerate(((H, L), (shared, S), (shared, S)))]
     gradient = drawn(1, H, L, 64, dtype=dtype, seed=9)
@@ -76,7 +70,7 @@ def test_keys_with_gaps(case: object, dtype: torch.dtype, isa: str, two_threads:
         near(found, truth, 2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_a_nan_behind_a_gap_stays_hidden(isa: str) -> None:
+def test_a_nan_behind_a_gap_stays_hidden(each_isa: None) -> None:
     mask, (_, _, L, S) = _backwards()
     real = torch.ones(1, S, dtype=torch.bool)
     real[0, 300] = False
@@ -86,20 +80,17 @@ def test_a_nan_behind_a_gap_stays_hidden(isa: str) -> None:
     assert torch.equal(ch.attention(query, key, value, mask & ch.KeyPadding(real=real), backend="native"), clean)
 
 
-def test_gradients_of_bfloat16_take_its_own_products() -> None:
-    assert KERNELS is not None
-    if not {"avx512bf16", "avx512"} <= set(ISAS):
+def test_gradients_of_bfloat16_take_products_of_their_own() -> None:
+    if not {"avx512bf16", "avx512"} <= set(isas()):
         pytest.skip("this processor has no products of bfloat16")
     leaves = [drawn(1, 2, 96, 64, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3)]
-    before, found = KERNELS.isa(), {}
+    found = []
     for name in ("avx512bf16", "avx512"):
-        KERNELS.set_isa(name)
-        out = ch.attention(*leaves, backend="native")
-        KERNELS.set_isa("avx512")  # the forward pass is another story
-        KERNELS.set_isa(name)
-        found[name] = torch.autograd.grad(out.sum(), leaves)[2]
-    KERNELS.set_isa(before)
-    assert not torch.equal(found["avx512bf16"], found["avx512"])  # weights were rounded before they were summed
+        with isa("avx512"):  # the same forward pass
+            out = ch.attention(*leaves, backend="native")
+        with isa(name):
+            found.append(torch.autograd.grad(out.sum(), leaves)[2])
+    assert not torch.equal(*found)  # weights were rounded before they were summed, or not
 
 
 # -- derivatives -----------------------------------------------------------------------------------------------
@@ -155,7 +146,7 @@ def test_a_broken_gradient_reaches_the_bias_where_its_row_looks() -> None:
 # -- numbers ---------------------------------------------------------------------------------------------------
 
 
-def test_entropy_beside_the_lowest_bias(isa: str) -> None:
+def test_entropy_beside_the_lowest_bias(each_isa: None) -> None:
     query, key, value = drawn(1, 1, 1, 8), drawn(1, 1, 130, 8, seed=1), drawn(1, 1, 130, 8, seed=2)
     bias = torch.zeros(1, 130)
     bias[:, :64] = torch.finfo(torch.float32).min
@@ -164,9 +155,7 @@ def test_entropy_beside_the_lowest_bias(isa: str) -> None:
     near(seen.entropy, -(weights * weights.log()).sum(-1), 1e-5)
 
 
-def test_traced_programs_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    import warnings
-
+def test_traced_programs_compute() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about tracing
         traced = torch.jit.trace(lambda x: ch.attention(x, x, x), drawn(1, 2, 5, 4), check_trace=False)

@@ -7,6 +7,7 @@ stop, and the call is made again by the rules of `nonfinite`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ class Piece(NamedTuple):
 
     def packed(self) -> Piece:
         """The same with each row's features side by side."""
-        query, key, value = (_packed(tensor) for tensor in (self.query, self.key, self.value))
+        query, key, value = (tensor.contiguous() for tensor in (self.query, self.key, self.value))
         return self._replace(query=query, key=key, value=value)
 
     def rest(self) -> tuple[Any, ...]:
@@ -109,8 +110,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     """Context (B, Hq, L, Ev), lse (B, Hq, L) if needed or seen on the way, and statistics that were asked for."""
     query, key, value = piece.query, piece.key, piece.value
-    kernels = library()
-    assert kernels is not None
+    kernels = _kernels()
     B, H, L, _ = query.shape
     context = context_like(query, value)
     need_lse = need_lse or (observe is not None and (observe.lse or observe.received))
@@ -140,8 +140,7 @@ def statistics(piece: Piece, observe: Observe) -> dict[str, Any]:
         return {}
     B, H, L, _ = piece.query.shape
     lse = piece.query.new_empty((B, H, L), dtype=torch.float32)
-    kernels = library()
-    assert kernels is not None
+    kernels = _kernels()
     tensors = (piece.query, piece.key, piece.value, None, lse)
     outcome = kernels.forward(*tensors, *piece.rest(), False, room.as_tuple())
     if outcome == kernels.UNREADABLE:
@@ -156,11 +155,10 @@ def backward(
     tensors = (piece.query, piece.key, piece.value)
     dbias = None if piece.bias is None or not bias_grad else torch.zeros_like(piece.bias, dtype=torch.float32)
     wanted = (room_like(piece.query), room_like(piece.key), room_like(piece.value), dbias)
-    kernels = library()
-    assert kernels is not None
+    kernels = _kernels()
     outcome = kernels.backward(*tensors, context, lse, *piece.rest(), False, dcontext, *wanted)
     if outcome == kernels.UNREADABLE:
-        return backward(piece.packed(), context, lse, _packed(dcontext), bias_grad=bias_grad)
+        return backward(piece.packed(), context, lse, dcontext.contiguous(), bias_grad=bias_grad)
     if outcome == kernels.DONE:
         return wanted
     return _backward_of_non_finite(piece, context, lse, dcontext, wanted)
@@ -175,16 +173,16 @@ def _backward_of_non_finite(
     request = piece.as_request()
     finite, aside = set_aside(request)
     spoilt = torch.zeros_like(lse, dtype=torch.bool) if aside is None else aside.spoilt()
-    broken = ~torch.isfinite(dcontext).all(dim=-1) & ~spoilt & (lse != -torch.inf)
-    keep = ~(spoilt | ~torch.isfinite(dcontext).all(dim=-1))[..., None]
+    non_finite = ~torch.isfinite(dcontext).all(dim=-1)
+    broken = non_finite & ~spoilt & (lse != -torch.inf)
+    keep = ~(spoilt | non_finite)[..., None]
     piece = piece.of(finite).packed()
-    given = (_packed(torch.where(keep, context, 0.0)), lse)
-    kernels = library()
-    assert kernels is not None
+    given = (torch.where(keep, context, 0.0).contiguous(), lse)
+    kernels = _kernels()
     dquery, dkey, dvalue, dbias = wanted
     if dbias is not None:
         dbias.zero_()
-    rest = (*piece.rest(), True, _packed(torch.where(keep, dcontext, 0.0)))
+    rest = (*piece.rest(), True, torch.where(keep, dcontext, 0.0).contiguous())
     kernels.backward(piece.query, piece.key, piece.value, *given, *rest, *wanted)
     dquery.masked_fill_((spoilt | broken)[..., None], torch.nan)
     if bool(broken.any()):
@@ -215,13 +213,10 @@ def room_like(tensor: Tensor) -> Tensor:
     return room if room.stride(3) == 1 or room.shape[3] <= 1 else room.contiguous()
 
 
-def _packed(tensor: Tensor) -> Tensor:
-    """The tensor with its features side by side, and half-precision rows at whole words."""
-    *_, row, feature = tensor.stride()
-    words = tensor.element_size() != 2 or row % 2 == 0 or tensor.shape[3] % 2 == 1 or tensor.shape[2] == 1
-    if (feature == 1 or tensor.shape[3] == 1) and words:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _kernels() -> ModuleType:
+    kernels = library()
+    assert kernels is not None  # else the backend declines
+    return kernels
 
 
 # -- statistics of the same pass -------------------------------------------------------------------------------
