@@ -20,7 +20,8 @@ from clearhead.masks import (
 from clearhead.multihead import MultiHeadAttention
 from clearhead.observe import At, Observe, Seen
 from clearhead.ragged import Batch, pad
-from clearhead.record import Recording, record
+from clearhead.record import record
+from clearhead.recording import Recording
 
 __version__ = _version("clearhead")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clearhead.cli.reading import Reading
 from clearhead.observe import Observe
-from clearhead.record import Recording
+from clearhead.recording import Recording
 
 Wanted = Callable[[Tensor, Tensor], Tensor]  # of query and key positions (B, H, L, k), which links count
 

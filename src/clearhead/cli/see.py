@@ -19,7 +19,8 @@ from torch import nn
 from clearhead.cli import heads
 from clearhead.cli.reading import Reading, UserError, first_line, gather_texts, load, tokenize
 from clearhead.cli.terminal import console, one_line_errors
-from clearhead.record import Recording, record
+from clearhead.record import record
+from clearhead.recording import Recording
 from clearhead.view.report import fits
 from clearhead.view.text import visible_text
 

@@ -11,29 +11,17 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from clearhead.compat.call import Call
 from clearhead.masks import Allowed, Causal, Mask, QueryPadding
 
 _SUPPORTED = ("sdpa", "eager")
 _PREFIX = "clearhead_listening_"
 _names = (f"{_PREFIX}{number}" for number in itertools.count())
-
-
-class Call(NamedTuple):
-    """One call of an attention layer, in clearhead's words."""
-
-    module: nn.Module
-    query: Tensor  # (B, Hq, L, E)
-    key: Tensor  # (B, Hkv, S, E)
-    value: Tensor  # (B, Hkv, S, Ev)
-    mask: Mask | None
-    attn_bias: Tensor | None
-    scale: float | None
-    context: Tensor  # (B, Hq, L, Ev)
 
 
 def is_transformers_model(model: nn.Module) -> bool:
