@@ -316,7 +316,7 @@ def test_a_model_of_something_else_is_one_line() -> None:
     shutil.copy(copied_model("model"), "model")
     config = json.loads(Path("model/config.json").read_text())
     Path("model/config.json").write_text(json.dumps({**config, "num_hidden_layers": 0}))
-    assert "BertModel called no attention layer" in refused("Hi.", "--model", "model")
+    assert "BertModel has nothing to record" in refused("Hi.", "--model", "model")
 
 
 def test_unknown_tokens_and_parts_of_characters_are_explained() -> None:

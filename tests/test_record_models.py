@@ -29,15 +29,6 @@ class TestTransformers:
         config = config or self.transformers.BertConfig(**self.sizes, attn_implementation=implementation)
         return self.transformers.BertModel(config).eval()
 
-    def test_encoder_decoder_models_are_refused(self) -> None:
-        config = self.transformers.BartConfig(
-            vocab_size=31, d_model=12, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3,
-            decoder_attention_heads=3, encoder_ffn_dim=5, decoder_ffn_dim=5, max_position_embeddings=16,
-        )  # fmt: skip
-        model = self.transformers.BartModel(config)
-        with pytest.raises(ValueError, match="encoder-decoder"), ch.record(model, ch.Observe(entropy=True)):
-            pass
-
     def test_a_bool_mask_of_the_users_own_means_what_the_model_makes_of_it(self) -> None:
         mask = torch.rand(1, 1, 6, 6, generator=torch.Generator().manual_seed(1)) > 0.4
         ids = torch.arange(6)[None]

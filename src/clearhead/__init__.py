@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from clearhead.compat.attach import attach, detach
 from clearhead.errors import BackendError, MaskError, ShapeError
 from clearhead.functional import attention
 from clearhead.masks import (
@@ -44,7 +45,9 @@ __all__ = [
     "Segments",
     "ShapeError",
     "Window",
+    "attach",
     "attention",
+    "detach",
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",

@@ -1,12 +1,16 @@
-"""`Call`: one call of an attention layer, whoever wrote the layer."""
+"""`Call`: one call of an attention layer, whoever wrote the layer, and how it is computed or looked at."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from clearhead.masks import Mask
+from clearhead.backends.native import Native
+from clearhead.checks import Request, check, check_observe
+from clearhead.functional import attention, in_own_precision, seen_of
+from clearhead.masks import Mask, QueryPadding
+from clearhead.observe import Observe, Seen
 
 
 class Call(NamedTuple):
@@ -19,4 +23,38 @@ class Call(NamedTuple):
     mask: Mask | None
     attn_bias: Tensor | None
     scale: float | None
-    context: Tensor  # (B, Hq, L, Ev)
+    context: Tensor | None = None  # (B, Hq, L, Ev), once it is known
+    dropout_p: float = 0.0
+    softcap: float | None = None
+    sinks: Tensor | None = None  # (Hq,)
+    padded: QueryPadding | None = None  # queries that are padding: hidden in what is seen, never in the output
+
+
+def attend(call: Call, observe: Observe | None = None) -> tuple[Tensor, Seen | None]:
+    """The context by clearhead's own kernels, and what was asked for, from the same pass where that can be."""
+    if observe is not None and call.padded is None:
+        return attention(*call[1:5], **_options(call), dropout_p=call.dropout_p, observe=observe)
+    context = attention(*call[1:5], **_options(call), dropout_p=call.dropout_p)
+    # Padded queries are dead in what is seen, and computed all the same: that takes a pass of its own.
+    return context, None if observe is None else look_at(call._replace(context=context), observe)
+
+
+def look_at(call: Call, observe: Observe) -> Seen:
+    """What was asked for of a call whose context is known, in a pass of its own; dropout is left out."""
+    assert call.context is not None
+    request = request_of(call, observe)
+    with in_own_precision(request):
+        return seen_of(request, call.context, observe, Native().look(request, observe))
+
+
+def request_of(call: Call, observe: Observe) -> Request:
+    """The call as its statistics see it, checked: padded queries hidden, nothing dropped."""
+    if call.padded is not None:
+        call = call._replace(mask=call.padded if call.mask is None else call.mask & call.padded)
+    request = check(*call[1:5], **_options(call), dropout_p=0.0)
+    check_observe(observe, request.sizes)
+    return request
+
+
+def _options(call: Call) -> dict[str, Any]:
+    return {"attn_bias": call.attn_bias, "scale": call.scale}

@@ -1,180 +1,226 @@
-"""Hugging Face transformers: listening at its attention registry, without changing what a model computes.
+"""Hugging Face transformers: a function of ours in the place of each attention layer's own.
 
-Every attention layer looks its function up by ``config._attn_implementation`` at every forward pass. While
-listening, that name is ours: our function calls the model's own one with the very same arguments, hands its
-result back untouched, and passes on what it saw.
+Every attention layer looks its function up by ``config._attn_implementation`` at every forward pass. While a model is
+`handled`, the name that it finds there leads to our function, which reads the arguments as a `Call` and gives that to
+a handle, together with a way to run it: the layer's own function with the very same arguments, or clearhead's kernels
+where these are attached or the handle has changed the call.
 """
 
 from __future__ import annotations
 
-import itertools
+import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from clearhead.compat.call import Call
-from clearhead.masks import Allowed, Causal, Mask, QueryPadding
+from clearhead.compat.call import Call, attend, look_at, request_of
+from clearhead.compat.transformers_calls import crosses, note_memory, read_call, weights_of
+from clearhead.compat.transformers_layers import REGISTRY, configurations
+from clearhead.compat.transformers_masks import meaning_of, tag
+from clearhead.observe import Observe, Seen
 
-_SUPPORTED = ("sdpa", "eager")
-_PREFIX = "clearhead_listening_"
-_names = (f"{_PREFIX}{number}" for number in itertools.count())
+ATTACHED = "clearhead"  # the implementation that `clearhead.attach` sets
+_SUPPORTED = ("sdpa", "eager", ATTACHED)
 
 
-def is_transformers_model(model: nn.Module) -> bool:
-    """Whether this is a transformers model; never imports transformers itself."""
-    library = sys.modules.get("transformers.modeling_utils")
-    return library is not None and isinstance(model, library.PreTrainedModel)
+class Run(Protocol):
+    """Computes a call: its context (B, Hq, L, Ev), and what was asked for."""
+
+    def __call__(self, call: Call, observe: Observe | None = None, /) -> tuple[Tensor, Seen | None]:
+        """The call it was made for as the layer itself would, a changed one by clearhead's kernels."""
+
+
+Handle = Callable[[Call, Run], Tensor]
+
+
+# -- the place of ours -----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Handler:
+    """A handle and the layers that it is for, with what came of it.
+
+    Attributes:
+        handle: gets the `Call` and a way to run it, and returns the context.
+        layers: the layers whose calls it gets; of all others nothing is read.
+        listens: whether it changes nothing; those come last, and see what the others have changed.
+        ran: layers whose forward pass began while it lasted.
+        handled: layers whose calls it got.
+    """
+
+    handle: Handle
+    layers: Collection[nn.Module]
+    listens: bool = False
+    ran: set[nn.Module] = field(default_factory=set)
+    handled: set[nn.Module] = field(default_factory=set)
+
+
+class _Name(str):
+    """Reads as the implementation it stands for, which models branch on, but is found by identity: it leads to ours.
+
+    A copy of a configuration carries the plain one.
+    """
+
+    own: str
+    handlers: list[Handler]
+
+    def __new__(cls, own: str) -> Self:
+        itself = super().__new__(cls, own)
+        itself.own, itself.handlers = own, []
+        return itself
+
+    __hash__ = object.__hash__
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self.own,)
+
+
+_changing = Lock()  # the names in configurations, which several models may share
 
 
 @contextmanager
-def listening(model: nn.Module, heard: Callable[[Call], None]) -> Iterator[None]:
-    """While this lasts, `heard` is called after every attention call of the model.
+def handling(model: nn.Module, handler: Handler) -> Iterator[Handler]:
+    """While this lasts, the handler is called in the place of its layers' attention functions.
+
+    Several may be at work at once, on the same layers too; each may `run` the call as it came, or a changed one.
 
     Raises:
-        ValueError: the model's attention does not go through the registry, or by an implementation other than
-            ``"sdpa"`` or ``"eager"``.
+        ValueError: an implementation other than ``"sdpa"``, ``"eager"`` or clearhead's own, or two that listen to
+            one layer.
     """
+    configs = configurations(model)
+    _check(model, configs, handler)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        handler.ran.add(module)
+        note_memory(module, args, options)
+
+    hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in handler.layers]
+    names: list[tuple[Any, _Name]] = []
+    try:
+        with _changing:
+            for config in configs:
+                name = config._attn_implementation_internal
+                if not isinstance(name, _Name):
+                    name = config._attn_implementation_internal = _registered(_Name(name))
+                name.handlers.append(handler)
+                names.append((config, name))
+        yield handler
+    finally:
+        for hook in hooks:
+            hook.remove()
+        with _changing:
+            for config, name in names:
+                name.handlers.remove(handler)
+                if not name.handlers:
+                    if config._attn_implementation_internal is name:  # else someone chose another meanwhile
+                        config._attn_implementation_internal = name.own
+                    for interface in interfaces():
+                        interface._global_mapping.pop(name, None)
+
+
+def interfaces() -> tuple[Any, Any]:
+    """Where transformers looks up an implementation's attention function, and the one that makes its masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    configs = _configs(model)
-    _check(model, configs)
-    registered: dict[str, str] = {}
-    before = [(config, config._attn_implementation_internal) for config in configs]
-    try:
-        for implementation in {name for _, name in before}:
-            registered[implementation] = next(_names)
-            own = _own_function(implementation)
-            AttentionInterface.register(
-                registered[implementation], _listening_function(own, heard, eager=implementation == "eager")
-            )
-            # The mask a model is given depends on the name as well: ours must get what its own function expects.
-            mask_function = AttentionMaskInterface._global_mapping[implementation]
-            AttentionMaskInterface.register(registered[implementation], mask_function)
-        for config, implementation in before:
-            config._attn_implementation_internal = registered[implementation]
-        yield
-    finally:
-        for config, implementation in before:
-            if config._attn_implementation_internal.startswith(_PREFIX):  # else someone chose another meanwhile
-                config._attn_implementation_internal = implementation
-        for name in registered.values():
-            AttentionInterface._global_mapping.pop(name, None)
-            AttentionMaskInterface._global_mapping.pop(name, None)
+    return AttentionInterface, AttentionMaskInterface
 
 
-def _configs(model: nn.Module) -> list[Any]:
-    """Every configuration object that attention layers of the model read, once each."""
-    found = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation_internal", None) is not None:
-            found[id(config)] = config
-    return list(found.values())
-
-
-def _check(model: Any, configs: list[Any]) -> None:
+def _check(model: nn.Module, configs: list[Any], handler: Handler) -> None:
     kind = type(model).__name__
-    if not model._can_set_attn_implementation():
-        raise ValueError(
-            f"{kind} can't be recorded: its attention layers don't use transformers' attention registry, so nothing "
-            f"can listen to them."
-        )
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{kind} is an encoder-decoder model, and record can't tell its cross-attention from its self-attention "
-            f"yet: record its encoder alone, model.get_encoder()."
-        )
     for config in configs:
-        if config._attn_implementation_internal.startswith(_PREFIX):
-            raise ValueError(f"{kind} is being recorded already: ask for all you want in one Observe.")
-        if config._attn_implementation_internal not in _SUPPORTED:
+        name = config._attn_implementation_internal
+        if name not in _SUPPORTED:
             raise ValueError(
-                f"{kind} runs attention by {config._attn_implementation_internal!r}; record supports "
-                f"{' and '.join(map(repr, _SUPPORTED))}: call model.set_attn_implementation('sdpa') first."
+                f"{kind} runs attention by {name!r}; clearhead supports {' and '.join(map(repr, _SUPPORTED))}: call "
+                f"model.set_attn_implementation('sdpa') first."
             )
+        others = name.handlers if isinstance(name, _Name) else []
+        if any(handler.listens and other.listens and set(handler.layers) & set(other.layers) for other in others):
+            raise ValueError(f"{kind} is being recorded already: ask for all you want in one Observe.")
 
 
-def _own_function(implementation: str) -> Callable[[nn.Module], Callable[..., Any]]:
-    """How to find the function that a layer would have called."""
-    from transformers import AttentionInterface
+def _registered(name: _Name) -> _Name:
+    functions, masks = interfaces()
+    functions.register(name, _function(name))
+    # The mask that a model is given depends on the name as well: the layer's own function must get what it expects.
+    make = masks._global_mapping[name.own]
 
-    if implementation == "eager":  # not in the registry: each model's file has its own
-        return _eager_function
-    function = AttentionInterface._global_mapping[implementation]
-    return lambda _: function
+    def make_mask(*args: Any, **options: Any) -> Any:
+        mask = make(*args, **options)
+        if type(mask) is Tensor and not args and (meaning := meaning_of(**options)) is not None:
+            return tag(mask, meaning)
+        return mask
 
-
-def _eager_function(module: nn.Module) -> Callable[..., Any]:
-    """The eager function of the file that defines the layer's class, or the class it comes from."""
-    for kind in type(module).__mro__:
-        found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
-        if found is not None:
-            return cast("Callable[..., Any]", found)
-    raise ValueError(f"{type(module).__name__} has no eager attention: call model.set_attn_implementation('sdpa').")
+    masks.register(name, make_mask)
+    return name
 
 
-def _listening_function(
-    own: Callable[[nn.Module], Callable[..., Any]], heard: Callable[[Call], None], *, eager: bool
-) -> Callable[..., Any]:
+def _function(name: _Name) -> Callable[..., Any]:
+    """What stands under a name: the handlers' way to a call, around the layer's own function."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention_forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:
-        result = own(module)(module, query, key, value, attention_mask, **options)
-        _refuse_unknown(module, options)
-        mask, bias = _meaning(module, query, key, attention_mask, options, eager=eager)
-        context = result[0].transpose(1, 2)  # transformers returns (B, L, Hq, Ev)
-        heard(Call(module, query, key, value, mask, bias, options.get("scaling"), context))
-        return result
+        def plain() -> Any:
+            own = _own_function(module, name.own)
+            return own(module, query, key, value, attention_mask, **options)
 
-    return attention_forward
+        handlers = [handler for handler in name.handlers if module in handler.layers]
+        if not handlers:
+            return plain()
+        call = read_call(module, query, key, value, attention_mask, options, added=name == "eager")
+        if crosses(module):
+            call = call._replace(padded=None)
+        ran, weights = call, None
 
+        def itself(asked: Call, observe: Observe | None = None, /) -> tuple[Tensor, Seen | None]:
+            nonlocal ran, weights
+            ran, weights = asked, None
+            if asked is not call or name == ATTACHED:
+                return attend(asked, observe)
+            if observe is not None:
+                request_of(asked, observe)  # what can't be seen is refused before anything is computed
+            context, weights = plain()
+            context = context.transpose(1, 2)  # transformers has (B, L, Hq, Ev)
+            return context, None if observe is None else look_at(asked._replace(context=context), observe)
 
-def _refuse_unknown(module: nn.Module, options: dict[str, Any]) -> None:
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__} uses {name}, which record can't see through yet.")
+        run: Run = itself
+        for handler in sorted(handlers, key=lambda handler: not handler.listens):  # outwards: listeners are inside
+            handler.handled.add(module)
+            run = _around(handler, run)
+        context, _ = run(call)
+        if ran is not call or name == ATTACHED:
+            weights = weights_of(ran, context, options)
+        return context.transpose(1, 2).contiguous(), weights
 
-
-def _meaning(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    options: dict[str, Any],
-    *,
-    eager: bool,
-) -> tuple[Mask | None, Tensor | None]:
-    """The mask and bias that the arguments mean, with padded queries hidden in self-attention."""
-    L, S = query.shape[2], key.shape[2]
-    bias = options.get("position_bias")
-    if attention_mask is None:
-        causal = options.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        # As transformers has it: a single query sees all, and is_causal is aligned to the start.
-        return (Causal(align="start") if causal and L > 1 else None), bias
-    attention_mask = attention_mask[..., :S]
-    if attention_mask.dtype == torch.bool and eager:
-        return None, attention_mask.to(query.dtype)  # a user's own mask: eager attention adds it, as 0 and 1
-    if attention_mask.dtype == torch.bool:
-        visible = attention_mask
-    else:
-        # Additive: the dtype's minimum (or -inf) hides, anything else is a bias.
-        visible = attention_mask > torch.finfo(attention_mask.dtype).min
-        added = attention_mask.masked_fill(~visible, 0.0)
-        if bool(added.any()):
-            bias = added if bias is None else bias + added
-    mask: Mask = Allowed(visible, axes="bhqk")
-    if _is_self_attention(module) and L == S:
-        # A token that no query may look at is padding, and so is the query at its place.
-        real = visible.any(dim=2).any(dim=1).expand(visible.shape[0], S)
-        if not bool(real.all()):
-            mask = mask & QueryPadding(real=real)
-    return mask, bias
+    return cast("Callable[..., Any]", attention_forward)
 
 
-def _is_self_attention(module: nn.Module) -> bool:
-    return "cross" not in type(module).__name__.lower() and not getattr(module, "is_cross_attention", False)
+def _around(handler: Handler, run: Run) -> Run:
+    return lambda call, _=None: (handler.handle(call, run), None)
+
+
+def _own_function(module: nn.Module, implementation: str) -> Callable[..., Any]:
+    """What the layer would have called: looked up as it does, where its class or the one it comes from is defined."""
+    for kind in type(module).__mro__:
+        names = vars(sys.modules.get(kind.__module__, object))
+        if REGISTRY in names:
+            eager = names.get("eager_attention_forward")
+            found = names[REGISTRY].get_interface(implementation, eager)
+            if found is not None:
+                return cast("Callable[..., Any]", found)
+    raise ValueError(f"{type(module).__name__} has no eager attention: call model.set_attn_implementation('sdpa').")
+
+
+def is_being_handled(model: nn.Module) -> bool:
+    """Whether some handler is at work on the model."""
+    return any(isinstance(config._attn_implementation_internal, _Name) for config in configurations(model))
