@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from clearhead.compat import convert
 from clearhead.errors import BackendError, MaskError, ShapeError
 from clearhead.functional import attention
 from clearhead.masks import (
@@ -45,6 +46,7 @@ __all__ = [
     "ShapeError",
     "Window",
     "attention",
+    "convert",
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from clearhead.backends.native import Native
 from clearhead.checks import check, check_observe
 from clearhead.compat.call import Call
+from clearhead.compat.torch import MultiheadAttention
 from clearhead.compat.transformers import is_transformers_model, listening
 from clearhead.functional import in_own_precision, seen_of
 from clearhead.masks import And, KeyPadding, Mask, QueryPadding
@@ -58,7 +59,7 @@ def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
     # A recorded call is looked at without its dropout, whose mask the model doesn't show.
     observe = replace(observe, dropped_weights=False)
     names = {module: name for name, module in model.named_modules()}
-    own = [module for module in names if isinstance(module, MultiHeadAttention)]
+    own = [module for module in names if isinstance(module, MultiHeadAttention | MultiheadAttention)]
     foreign = _outermost([module for module in names if is_transformers_model(module)])
     _check_model(model, names, bool(own or foreign))
     recording = Recording(list(names.values()))
@@ -95,9 +96,15 @@ def _check_model(model: nn.Module, names: dict[nn.Module, str], something: bool)
             f"{kind} holds a compiled module, which doesn't say when its layers run: record the module before "
             f"torch.compile, as in record(compiled._orig_mod, ...)."
         )
-    torchs = [name or kind for module, name in names.items() if isinstance(module, nn.MultiheadAttention)]
+    torchs = [
+        name or kind
+        for module, name in names.items()
+        if isinstance(module, nn.MultiheadAttention) and not isinstance(module, MultiheadAttention)
+    ]
     if not something:
-        found = f" ({len(torchs)} torch.nn.MultiheadAttention, to be converted by from_torch)" if torchs else ""
+        found = (
+            f" ({len(torchs)} torch.nn.MultiheadAttention, to be converted by clearhead.convert)" if torchs else ""
+        )
         raise ValueError(
             f"{kind} has nothing to record: no clearhead.MultiHeadAttention and no transformers model among its "
             f"{len(names)} modules{found}."
@@ -107,7 +114,7 @@ def _check_model(model: nn.Module, names: dict[nn.Module, str], something: bool)
 
 
 @contextmanager
-def _listening_to(mha: MultiHeadAttention, heard: Callable[[Call], None]) -> Iterator[None]:
+def _listening_to(mha: MultiHeadAttention | MultiheadAttention, heard: Callable[[Call], None]) -> Iterator[None]:
     """While this lasts, `heard` is called after every call of a clearhead module."""
     call = threading.local()
 
@@ -119,8 +126,9 @@ def _listening_to(mha: MultiHeadAttention, heard: Callable[[Call], None]) -> Ite
     def after(_: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], result: Any) -> None:
         context = result[0] if isinstance(result, tuple) else result
         mask, bias = options["mask"], options["attn_bias"]
-        mask = with_padded_queries(mask) if call.itself and isinstance(mask, Mask) else mask
         query, key, value = args
+        if call.itself and isinstance(mask, Mask) and key.shape[2] == query.shape[2]:  # else keys were added
+            mask = with_padded_queries(mask)
         heard(Call(mha, query, key, value, mask, bias, options["scale"], context))
 
     handles = [
