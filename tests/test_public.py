@@ -31,6 +31,7 @@ NAMES = [
     "ShapeError",
     "Window",
     "attention",
+    "convert",
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",

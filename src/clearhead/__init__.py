@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from clearhead.compat.attach import attach, detach
+from clearhead.compat import convert
 from clearhead.errors import BackendError, MaskError, ShapeError
 from clearhead.functional import attention
 from clearhead.masks import (
@@ -48,6 +49,7 @@ __all__ = [
     "attach",
     "attention",
     "detach",
+    "convert",
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",
