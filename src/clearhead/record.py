@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from clearhead.backends.native import Native
 from clearhead.checks import check, check_observe
+from clearhead.compat import torch_layers
 from clearhead.compat.call import Call
 from clearhead.compat.transformers import is_transformers_model, listening
-from clearhead.functional import in_own_precision, seen_of
+from clearhead.functional import attention, in_own_precision, seen_of
 from clearhead.masks import And, KeyPadding, Mask, QueryPadding
-from clearhead.multihead import MultiHeadAttention
+from clearhead.multihead import Core
 from clearhead.observe import Observe
 from clearhead.recording import Recording
 
@@ -58,9 +59,10 @@ def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
     # A recorded call is looked at without its dropout, whose mask the model doesn't show.
     observe = replace(observe, dropped_weights=False)
     names = {module: name for name, module in model.named_modules()}
-    own = [module for module in names if isinstance(module, MultiHeadAttention)]
+    own = [module for module in names if isinstance(getattr(module, "core", None), Core)]
     foreign = _outermost([module for module in names if is_transformers_model(module)])
-    _check_model(model, names, bool(own or foreign))
+    torchs, unheard = torch_layers.attention_modules(model)
+    _check_model(model, names, unheard, something=bool(own or foreign or torchs))
     recording = Recording(list(names.values()))
 
     def heard(call: Call) -> None:
@@ -70,7 +72,10 @@ def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
         request = check(call.query, call.key, call.value, call.mask, call.attn_bias, call.scale, 0.0)
         check_observe(observe, request.sizes)
         with in_own_precision(request):
-            seen = seen_of(request, call.context, observe, Native().look(request, observe))
+            context = call.context
+            if context is None and observe.context:  # the layer doesn't show it: ours, on what the layer was given
+                context = attention(*call[1:5], attn_bias=call.attn_bias, scale=call.scale)
+            seen = seen_of(request, context, observe, Native().look(request, observe))
         recording.add(name, seen)
 
     with ExitStack() as stack:
@@ -78,6 +83,7 @@ def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
             stack.enter_context(listening(module, heard))
         for module in own:
             stack.enter_context(_listening_to(module, heard))
+        stack.enter_context(torch_layers.listening(model, heard))
         yield recording
 
 
@@ -87,7 +93,9 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if module not in inside]
 
 
-def _check_model(model: nn.Module, names: dict[nn.Module, str], something: bool) -> None:
+def _check_model(
+    model: nn.Module, names: dict[nn.Module, str], unheard: dict[nn.Module, str], *, something: bool
+) -> None:
     """Say what can't be recorded: as an error if it's all there is, else as a warning."""
     kind = type(model).__name__
     if any(type(module).__name__ == "OptimizedModule" for module in names):
@@ -95,19 +103,19 @@ def _check_model(model: nn.Module, names: dict[nn.Module, str], something: bool)
             f"{kind} holds a compiled module, which doesn't say when its layers run: record the module before "
             f"torch.compile, as in record(compiled._orig_mod, ...)."
         )
-    torchs = [name or kind for module, name in names.items() if isinstance(module, nn.MultiheadAttention)]
+    left_out = "; ".join(f"{names[module] or kind} ({reason})" for module, reason in unheard.items())
     if not something:
-        found = f" ({len(torchs)} torch.nn.MultiheadAttention, to be converted by from_torch)" if torchs else ""
+        found = f" that can be listened to: {left_out}" if unheard else f" among its {len(names)} modules"
         raise ValueError(
-            f"{kind} has nothing to record: no clearhead.MultiHeadAttention and no transformers model among its "
-            f"{len(names)} modules{found}."
+            f"{kind} has nothing to record: no clearhead.MultiHeadAttention, no torch.nn.MultiheadAttention and no "
+            f"transformers model{found}."
         )
-    if torchs:
-        warnings.warn(f"not recorded: torch.nn.MultiheadAttention at {', '.join(torchs)}.", stacklevel=4)
+    if unheard:
+        warnings.warn(f"not recorded: {left_out}.", stacklevel=4)
 
 
 @contextmanager
-def _listening_to(mha: MultiHeadAttention, heard: Callable[[Call], None]) -> Iterator[None]:
+def _listening_to(mha: nn.Module, heard: Callable[[Call], None]) -> Iterator[None]:
     """While this lasts, `heard` is called after every call of a clearhead module."""
     call = threading.local()
 
@@ -125,7 +133,7 @@ def _listening_to(mha: MultiHeadAttention, heard: Callable[[Call], None]) -> Ite
 
     handles = [
         mha.register_forward_pre_hook(before, with_kwargs=True),
-        mha.core.register_forward_hook(after, with_kwargs=True),
+        mha.get_submodule("core").register_forward_hook(after, with_kwargs=True),
     ]
     try:
         yield

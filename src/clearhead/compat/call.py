@@ -19,4 +19,4 @@ class Call(NamedTuple):
     mask: Mask | None
     attn_bias: Tensor | None
     scale: float | None
-    context: Tensor  # (B, Hq, L, Ev)
+    context: Tensor | None  # (B, Hq, L, Ev); None = the layer doesn't show it
