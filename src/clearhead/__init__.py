@@ -2,8 +2,8 @@
 
 from importlib.metadata import version as _version
 
-from clearhead.compat.attach import attach, detach
 from clearhead.compat import convert
+from clearhead.compat.attach import attach, detach
 from clearhead.errors import BackendError, MaskError, ShapeError
 from clearhead.functional import attention
 from clearhead.masks import (
@@ -48,8 +48,8 @@ __all__ = [
     "Window",
     "attach",
     "attention",
-    "detach",
     "convert",
+    "detach",
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",

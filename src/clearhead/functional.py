@@ -126,12 +126,12 @@ def in_own_precision(request: Request) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if autocasting(device) else nullcontext()
 
 
-def seen_of(request: Request, context: Tensor, observe: Observe, found: dict[str, Any] | None = None) -> Seen:
+def seen_of(request: Request, context: Tensor | None, observe: Observe, found: dict[str, Any] | None = None) -> Seen:
     """What `observe` asks for of a call whose context is known.
 
     Args:
         request: the call.
-        context: (B, Hq, L, Ev), whoever computed it.
+        context: (B, Hq, L, Ev), whoever computed it; None where nobody did and it isn't asked for.
         observe: what is asked.
         found: statistics that are known already.
     """

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clearhead.compat.call import Call, look_at
-from clearhead.compat.transformers import Handler, Run, handling
+from clearhead.compat import torch_layers
+from clearhead.compat.call import Call, Run, look_at
+from clearhead.compat.cores import handling_core, has_core
+from clearhead.compat.transformers import Handler, handling
 from clearhead.compat.transformers_layers import attention_layers
-from clearhead.masks import And, KeyPadding, Mask, QueryPadding
-from clearhead.multihead import MultiHeadAttention
 from clearhead.observe import Observe, Seen
 from clearhead.recording import Recording
 
@@ -28,15 +26,17 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
     """While this lasts, look into the attention layers of a model whenever they run.
 
     The model keeps its own kernels and its output is bit-equal to an unrecorded run; statistics are computed
-    beside it, in O(L) memory. Under `clearhead.attach` they come from the same pass. In self-attention padded
+    beside it, in O(L) memory; of clearhead's own kernels (its modules, and under `clearhead.attach`) they come from
+    the same pass. In self-attention padded
     queries are dead rows in what is recorded (never in the output), so `received` counts real queries only. Of a
     static cache only the keys that exist are recorded. What gradient checkpointing computes again in the backward
     pass is not recorded again.
 
     Args:
         model: any module that contains transformers models (their attention going through the registry, by
-            ``"sdpa"``, ``"eager"`` or `clearhead.attach`) or `MultiHeadAttention`. Padding of the latter is read
-            from `KeyPadding`.
+            ``"sdpa"``, ``"eager"`` or `clearhead.attach`), `MultiHeadAttention`, or torch's
+            ``nn.MultiheadAttention`` and its transformer layers, on any path they take. Padding of clearhead's
+            modules is read from `KeyPadding`.
         observe: what to look at; `Seen` has the fields of `clearhead.attention` (but ``dropped_weights``).
         layers: which attention layers: names, or parts that names begin with (``"decoder"``), or numbers in the
             model's order, negative from the end; a list of them, or a slice; None = all. The others are left alone.
@@ -69,14 +69,12 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
     observe = replace(observe, dropped_weights=False)
     names = {module: name for name, module in model.named_modules()}
     foreign, past = attention_layers(model)
-    own = [module for module in names if isinstance(module, MultiHeadAttention)]
-    _check_model(model, names, own + foreign, past)
-    recordable = {*own, *foreign}
+    own = [module for module in names if has_core(module)]
+    torchs, unheard = torch_layers.attention_modules(model)
+    recordable = {*own, *foreign, *torchs}
+    _check_model(model, names, recordable, past, {names[module]: why for module, why in unheard.items()})
     chosen = _chosen({name: module for module, name in names.items() if module in recordable}, layers)
     recording = Recording(list(names.values()))
-
-    def heard(call: Call) -> None:
-        recording.add(names[call.module], look_at(call, observe))
 
     def handle(call: Call, run: Run) -> Tensor:
         # In the backward pass a checkpoint computes again what was recorded; a graph must be the same again.
@@ -86,14 +84,19 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
             recording.add(names[call.module], _kept(seen))
         return context
 
+    def heard(call: Call) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            recording.add(names[call.module], look_at(call, observe))
+
     with ExitStack() as stack:
         if foreign:
             # All that is asked for, and what will have to be named if it runs.
-            mine = {*chosen, *(past if layers is None else ())} - {*own}
+            mine = {*chosen, *(past if layers is None else ())} - {*own, *torchs}
             handler = stack.enter_context(handling(model, Handler(handle, mine, listens=True)))
         for module in own:
             if module in chosen:
-                stack.enter_context(_listening_to(module, heard))
+                stack.enter_context(handling_core(module, handle))
+        stack.enter_context(torch_layers.listening(model, chosen.intersection(torchs), heard))
         yield recording
         if foreign and (missed := [names[module] for module in names if module in handler.ran - handler.handled]):
             warnings.warn(
@@ -142,16 +145,20 @@ def _listed(names: list[str]) -> str:
 
 
 def _check_model(
-    model: nn.Module, names: dict[nn.Module, str], recordable: list[nn.Module], past: list[nn.Module]
+    model: nn.Module,
+    names: dict[nn.Module, str],
+    recordable: Collection[nn.Module],
+    past: Sequence[nn.Module],
+    unheard: dict[str, str],
 ) -> None:
     """Say what can't be recorded: as an error if it's all there is, else as a warning."""
     kind = type(model).__name__
-    if any(type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None for module in names):
+    if any(_is_compiled(module) and not set(recordable).isdisjoint(module.modules()) for module in names):
         raise ValueError(
             f"{kind} holds a compiled module, which doesn't say when its layers run: record the module before "
             f"torch.compile, as in record(compiled._orig_mod, ...)."
         )
-    torchs = [name or kind for module, name in names.items() if isinstance(module, nn.MultiheadAttention)]
+    left_out = "; ".join(f"{name or kind} ({why})" for name, why in unheard.items())
     if not recordable and past:
         listed = ", ".join(f"{names[module]} ({type(module).__name__})" for module in past)
         raise ValueError(
@@ -159,47 +166,14 @@ def _check_model(
             f"can listen to them: {listed}."
         )
     if not recordable:
-        found = f" ({len(torchs)} torch.nn.MultiheadAttention, to be converted by from_torch)" if torchs else ""
+        found = f" that can be listened to: {left_out}" if unheard else f" among its {len(names)} modules"
         raise ValueError(
-            f"{kind} has nothing to record: no clearhead.MultiHeadAttention and no attention layer of a transformers "
-            f"model among its {len(names)} modules{found}."
+            f"{kind} has nothing to record: no clearhead.MultiHeadAttention, no torch.nn.MultiheadAttention and no "
+            f"attention layer of a transformers model{found}."
         )
-    if torchs:
-        warnings.warn(f"not recorded: torch.nn.MultiheadAttention at {', '.join(torchs)}.", stacklevel=4)
+    if unheard:
+        warnings.warn(f"not recorded: {left_out}.", stacklevel=4)
 
 
-@contextmanager
-def _listening_to(mha: MultiHeadAttention, heard: Callable[[Call], None]) -> Iterator[None]:
-    """While this lasts, `heard` is called after every call of a clearhead module."""
-    call = threading.local()
-
-    def before(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        query, key, *_rest = [*args, None, None]
-        query, key = options.get("query", query), options.get("key", key)
-        call.itself = key is None or key is query
-
-    def after(_: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], result: Any) -> None:
-        context = result[0] if isinstance(result, tuple) else result
-        mask, bias = options["mask"], options["attn_bias"]
-        mask = with_padded_queries(mask) if call.itself and isinstance(mask, Mask) else mask
-        query, key, value = args
-        heard(Call(mha, query, key, value, mask, bias, options["scale"], context))
-
-    handles = [
-        mha.register_forward_pre_hook(before, with_kwargs=True),
-        mha.core.register_forward_hook(after, with_kwargs=True),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def with_padded_queries(mask: Mask) -> Mask:
-    """In self-attention, what is padding as a key is padding as a query: the mask with those queries hidden."""
-    for part in mask.parts if isinstance(mask, And) else (mask,):
-        if isinstance(part, KeyPadding):
-            same = QueryPadding(part.lengths, side=part.side) if part.real is None else QueryPadding(real=part.real)
-            mask = mask & same
-    return mask
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None

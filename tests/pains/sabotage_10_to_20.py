@@ -6,6 +6,7 @@ import sys
 
 from clearhead import checks, functional, look, multihead, plan, ragged
 from clearhead.backends import blockwise, derivatives, dropout, reference, sdpa
+from clearhead.compat import cores
 from clearhead.masks import convert, joined
 from pains import test_09_mask_shapes as row_9
 from pains import test_10_weights as row_10
@@ -90,7 +91,7 @@ REMOVALS = [
         "forward",
         "self.core(",
         "self.core.forward(",
-        (*each(row_11.check_hooks, MODULES), *each(row_11.check_recorded, MODULES)),
+        each(row_11.check_hooks, MODULES),
     ),
     Removal(
         "a replaced projection is passed over",
@@ -110,18 +111,18 @@ REMOVALS = [
     ),
     Removal(
         "padded queries count in what is recorded",
-        recording,
-        "with_padded_queries",
-        "mask = mask & same",
-        "pass",
+        cores,
+        "padding_in",
+        "found = same if",
+        "found = None if",
         each(row_11.check_recorded, MODULES),
     ),
     Removal(
         "what is recorded knows no bias",
-        recording,
-        "_listening_to",
-        'options["attn_bias"]',
-        "None",
+        cores._Instead,
+        "__call__",
+        "Call(self.mha, query, key, value, mask, padded=padded, **options)",
+        "Call(self.mha, query, key, value, mask, padded=padded, **{**options, 'attn_bias': None})",
         each(row_11.check_recorded, MODULES, biased=True),
     ),
     # Row 12: half precision.

@@ -70,11 +70,20 @@ def attach(model: Model) -> Model:
 def detach(model: Model) -> Model:
     """Undo `attach`: each configuration gets back the implementation that it had; of others none is touched.
 
+    Args:
+        model: what was given to `attach`; one that is not attached stays as it is.
+
     Returns:
         The model itself.
 
     Raises:
         ValueError: the model is being recorded.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> detach(attach(BertModel(BertConfig(vocab_size=11, **sizes)))).config._attn_implementation
+        'sdpa'
     """
     if is_being_handled(model):
         raise ValueError(f"{type(model).__name__} is being recorded: attach and detach before or after it.")

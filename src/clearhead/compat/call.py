@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from clearhead.backends.native import Native
 from clearhead.checks import Request, check, check_observe
 from clearhead.functional import attention, in_own_precision, seen_of
-from clearhead.masks import Mask, QueryPadding
+from clearhead.masks import Mask
 from clearhead.observe import Observe, Seen
 
 
@@ -23,11 +24,22 @@ class Call(NamedTuple):
     mask: Mask | None
     attn_bias: Tensor | None
     scale: float | None
-    context: Tensor | None = None  # (B, Hq, L, Ev), once it is known
+    context: Tensor | None = None  # (B, Hq, L, Ev), once it is known; some layers don't show it
     dropout_p: float = 0.0
     softcap: float | None = None
     sinks: Tensor | None = None  # (Hq,)
-    padded: QueryPadding | None = None  # queries that are padding: hidden in what is seen, never in the output
+    padded: Mask | None = None  # hides queries that are padding, in what is seen, never in the output
+    backend: str | None = None
+
+
+class Run(Protocol):
+    """Computes a call: its context (B, Hq, L, Ev), and what was asked for."""
+
+    def __call__(self, call: Call, observe: Observe | None = None, /) -> tuple[Tensor, Seen | None]:
+        """The call it was made for as the layer itself would, a changed one by clearhead's kernels."""
+
+
+Handle = Callable[[Call, Run], Tensor]
 
 
 def attend(call: Call, observe: Observe | None = None) -> tuple[Tensor, Seen | None]:
@@ -41,20 +53,22 @@ def attend(call: Call, observe: Observe | None = None) -> tuple[Tensor, Seen | N
 
 def look_at(call: Call, observe: Observe) -> Seen:
     """What was asked for of a call whose context is known, in a pass of its own; dropout is left out."""
-    assert call.context is not None
     request = request_of(call, observe)
+    context = call.context
+    if context is None and observe.context:  # ours, on what the layer was given
+        context = attention(*call[1:5], **_options(call))
     with in_own_precision(request):
-        return seen_of(request, call.context, observe, Native().look(request, observe))
+        return seen_of(request, context, observe, Native().look(request, observe))
 
 
 def request_of(call: Call, observe: Observe) -> Request:
     """The call as its statistics see it, checked: padded queries hidden, nothing dropped."""
     if call.padded is not None:
         call = call._replace(mask=call.padded if call.mask is None else call.mask & call.padded)
-    request = check(*call[1:5], **_options(call), dropout_p=0.0)
+    request = check(*call[1:5], call.attn_bias, call.scale, 0.0)
     check_observe(observe, request.sizes)
     return request
 
 
 def _options(call: Call) -> dict[str, Any]:
-    return {"attn_bias": call.attn_bias, "scale": call.scale}
+    return {"attn_bias": call.attn_bias, "scale": call.scale, "backend": call.backend}

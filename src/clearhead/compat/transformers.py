@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from clearhead.compat.call import Call, attend, look_at, request_of
+from clearhead.compat.call import Call, Handle, Run, attend, look_at, request_of
 from clearhead.compat.transformers_calls import crosses, note_memory, read_call, weights_of
 from clearhead.compat.transformers_layers import REGISTRY, configurations
 from clearhead.compat.transformers_masks import meaning_of, tag
@@ -27,16 +27,6 @@ from clearhead.observe import Observe, Seen
 
 ATTACHED = "clearhead"  # the implementation that `clearhead.attach` sets
 _SUPPORTED = ("sdpa", "eager", ATTACHED)
-
-
-class Run(Protocol):
-    """Computes a call: its context (B, Hq, L, Ev), and what was asked for."""
-
-    def __call__(self, call: Call, observe: Observe | None = None, /) -> tuple[Tensor, Seen | None]:
-        """The call it was made for as the layer itself would, a changed one by clearhead's kernels."""
-
-
-Handle = Callable[[Call, Run], Tensor]
 
 
 # -- the place of ours -----------------------------------------------------------------------------------------
