@@ -255,10 +255,11 @@ static void forward_merge(const Problem *problem, float *scratch, int64_t head) 
       for (int64_t t = 0; t < p.seen.top; t++) { // insert into the sorted list
         float x = s.best[t * ROWS + r];
         int32_t key = ((const int32_t *)s.best_key)[t * ROWS + r];
+        bool moved = false; // what is pushed out goes before its equals
         for (int64_t u = 0; u < p.seen.top; u++) {
           float &y = all.best[u * ROWS + r];
           int32_t &other = ((int32_t *)all.best_key)[u * ROWS + r];
-          if (!(x > y)) continue;
+          if (!(moved |= x > y)) continue;
           float z = y;
           y = x, x = z;
           int32_t swap = other;

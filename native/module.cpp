@@ -37,6 +37,12 @@ bool readable(const Array &a) {
   return (a.shape[3] <= 1 || a.strides[3] == 1) && (a.dtype.bits != 16 || a.step(2) % 2 == 0 || a.shape[3] % 2);
 }
 
+bool dense(const Array &a) { // (B, H, L)
+  return !a.shape[0] || !a.shape[1] || !a.shape[2] ||
+         ((a.shape[2] == 1 || a.strides[2] == 1) && (a.shape[1] == 1 || a.strides[1] == a.shape[2]) &&
+          (a.shape[0] == 1 || a.strides[0] == a.shape[1] * a.shape[2]));
+}
+
 View view(const Array &a) { return {a.start(), a.step(0), a.step(1), a.step(2)}; }
 
 Grid grid(nb::handle tensor) { // (B|1, H|1, L|1, S|1)
@@ -127,7 +133,8 @@ int backward(nb::handle query, nb::handle key, nb::handle value, nb::handle cont
   try {
     Problem p = problem(query, key, value, context, lse, left, right, first, behind, visible, bias, scale, dropout, threads, trust);
     Array of_context(dcontext);
-    if (!readable(of_context)) return UNREADABLE;
+    // Context and lse were kept by autograd, whose hooks may have laid them out anew.
+    if (!readable(of_context) || !readable(Array(context)) || !dense(Array(lse))) return UNREADABLE;
     p.gradient = {view(of_context), view(Array(dquery)), view(Array(dkey)), view(Array(dvalue)), grid(dbias)};
     nb::gil_scoped_release release;
     return attend_backward(p) ? DONE : NON_FINITE;

@@ -13,12 +13,12 @@ static void keep_best(const Problem &p, const Block &k, int64_t from, int64_t n,
     for (int64_t j = 0; j < n; j++) {
       vec x = load(P + j * k.width + r);
       if (__builtin_expect(!any(x > last), 1)) continue;
-      ivec key = isplat((int32_t)(from + j));
+      ivec key = isplat((int32_t)(from + j)), moved = isplat(0); // what is pushed out goes before its equals
       for (int64_t t = 0; t < count; t++) {
         float *best = s.best + t * ROWS + r;
         int32_t *best_key = keys + t * ROWS + r;
         vec y = load(best);
-        ivec other = iload(best_key), better = x > y;
+        ivec other = iload(best_key), better = moved |= x > y;
         store(best, better ? x : y);
         *(ivec *)best_key = better ? key : other;
         x = better ? y : x;

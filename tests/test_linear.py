@@ -82,6 +82,8 @@ INPUTS = {
     "axes swapped": lambda: torch.randn(7, 3, INNER).transpose(0, 1),
     "one row for all": lambda: torch.randn(1, INNER).expand(ROWS, INNER),
     "one value for all": lambda: torch.randn(()).expand(ROWS, INNER),
+    "rows that overlap": lambda: torch.randn(ROWS + INNER - 1).unfold(0, INNER, 1),
+    "rows a half apart": lambda: torch.randn(3, INNER + 6 * 20).unfold(1, INNER, 20),
     "inside another": lambda: torch.randn(ROWS + 2, INNER + 3)[1:-1, 2:-1],
     "negated view": lambda: torch.randn(ROWS, INNER, dtype=torch.complex64).conj().imag,
     "one row": lambda: torch.randn(1, INNER),
@@ -119,11 +121,30 @@ def test_onednn_takes_all_three_products(onednn, calls):
     ]
 
 
-@pytest.mark.parametrize("kind", ["every other row", "transposed", "every other value", "one for all"])
+def test_the_output_can_be_changed_in_place(way):
+    """As residual connections do, and activations with inplace=True."""
+    layer = make()
+    own = exact(layer)
+    x = torch.randn(3, 7, INNER)
+    more, grad = torch.randn(3, 7, OUTER), torch.randn(3, 7, OUTER)
+    output, expected = layer(x), own(x.double())
+    output += more
+    output.relu_()
+    expected = (expected + more.double()).relu()
+    close(output, expected)
+    wanted = torch.autograd.grad(expected, list(own.parameters()), grad.double())
+    for found, gradient in zip(torch.autograd.grad(output, list(layer.parameters()), grad), wanted, strict=True):
+        close(found, gradient)
+
+
+@pytest.mark.parametrize(
+    "kind", ["every other row", "rows that overlap", "transposed", "every other value", "one for all"]
+)
 def test_parameters_of_any_layout(way, kind):
     """OneDNN reads a bias as if it had no strides."""
     layer = make()
     weight, bias = {
+        "rows that overlap": (torch.randn(OUTER + INNER - 1).unfold(0, INNER, 1), torch.randn(OUTER)),
         "every other row": (torch.randn(2 * OUTER, INNER)[::2], torch.randn(OUTER)),
         "transposed": (torch.randn(INNER, OUTER).t(), torch.randn(OUTER)),
         "every other value": (torch.randn(OUTER, INNER), torch.randn(2 * OUTER)[::2]),
@@ -504,6 +525,16 @@ def test_the_modules_projections_are_of_this_class(onednn, calls):
     assert [type(projection) for projection in projections] == [Linear] * 4
     mha(torch.randn(2, 5, 24), torch.randn(2, 7, 24), torch.randn(2, 7, 11)).sum().backward()
     assert len(calls) == 4 + 5  # forward; the weights' gradients, and that of out_proj's input
+
+
+def test_a_residual_is_added_in_place(onednn):
+    mha = ch.MultiHeadAttention(embed_dim=24, num_heads=3)
+    x = torch.randn(2, 5, 24)
+    expected = mha(x) + x
+    y = mha(x)
+    y += x
+    assert torch.equal(y, expected)
+    assert torch.equal(*(torch.autograd.grad(out.square().sum(), mha.q_proj.weight)[0] for out in (y, expected)))
 
 
 def test_initialisers_that_look_for_nn_linear_find_it():

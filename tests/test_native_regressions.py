@@ -163,11 +163,71 @@ def test_traced_programs_compute() -> None:
     near(traced(x), ch.attention(x.double(), x.double(), x.double(), backend="reference"), 1e-5)
 
 
+def _negated(*shape: int, seed: int = 0) -> Tensor:
+    """A tensor whose memory holds the numbers with the other sign."""
+    found = torch.complex(drawn(*shape, seed=seed), drawn(*shape, seed=seed + 1)).conj().imag
+    assert found.is_neg()
+    return found
+
+
 def test_lazily_negated_tensors() -> None:
-    z = torch.complex(drawn(1, 2, 5, 4), drawn(1, 2, 5, 4, seed=1)).conj()
-    x = drawn(1, 2, 5, 4, seed=2)
-    assert z.imag.is_neg()
-    near(ch.attention(z.imag, x, x), ch.attention(z.imag.double(), x.double(), x.double(), backend="reference"), 1e-5)
-    bias = torch.complex(drawn(5, 5), drawn(5, 5, seed=1)).conj().imag
-    out = ch.attention(x, x, x, attn_bias=bias, backend="native")
-    near(out, ch.attention(x.double(), x.double(), x.double(), attn_bias=bias.double(), backend="reference"), 1e-5)
+    x, z = drawn(1, 2, 5, 4, seed=2), _negated(1, 2, 5, 4)
+    near(ch.attention(z, x, x), ch.attention(z.double(), x.double(), x.double(), backend="reference"), 1e-5)
+
+
+@pytest.mark.parametrize("mask", [None, ch.Causal() | ch.Segments(torch.tensor([[0, 1, 0, 1, 0]]))], ids=repr)
+def test_a_lazily_negated_bias(mask: ch.Mask | None) -> None:
+    x, bias = drawn(1, 2, 5, 4, seed=2), _negated(5, 5)
+    out = ch.attention(x, x, x, mask, attn_bias=bias, backend="native")
+    near(
+        out,
+        ch.attention(x.double(), x.double(), x.double(), mask, attn_bias=bias.double(), backend="reference"),
+        1e-5,
+    )
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_lazily_negated_gradient(width: int) -> None:
+    results = []
+    for kind, backend in ((torch.float32, "native"), (torch.float64, "reference")):
+        leaves = [drawn(1, 2, 5, n, seed=i).to(kind).requires_grad_() for i, n in enumerate((4, 4, width))]
+        out = ch.attention(*leaves, backend=backend)
+        results.append(torch.autograd.grad(out, leaves, _negated(1, 2, 5, width, seed=5).to(kind)))
+    for found, truth in zip(*results, strict=True):
+        near(found, truth, 1e-5)
+
+
+# -- what others do to a call ----------------------------------------------------------------------------------
+
+
+def test_hooks_that_lay_out_anew_what_autograd_keeps() -> None:
+    results = []
+    for kind, backend in ((torch.float32, "native"), (torch.float64, "reference")):
+        leaves = [drawn(2, 3, 5, 4, seed=i).to(kind).requires_grad_() for i in range(3)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.mT.contiguous(), lambda t: t.mT):
+            out = ch.attention(*leaves, backend=backend)
+        results.append(torch.autograd.grad(out.square().sum(), leaves))
+    for found, truth in zip(*results, strict=True):
+        near(found, truth, 1e-5)
+
+
+def test_dropout_where_new_tensors_are_made_elsewhere() -> None:
+    x = torch.ones(1, 1, 5, 4)
+    torch.manual_seed(0)
+    expected = ch.attention(x, x, x, dropout_p=0.5)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        found = ch.attention(x, x, x, dropout_p=0.5)
+    assert torch.equal(found, expected)
+
+
+# -- statistics ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("L", "S"), [(5, 9), (67, 131), (3, 1031)])  # the last one cuts the keys
+def test_equal_weights_come_in_the_order_of_their_keys(L: int, S: int, each_isa: None) -> None:
+    k = 4
+    query, key = (drawn(1, 2, n, 2, seed=i).round() for i, n in enumerate((L, S)))
+    _, seen = ch.attention(query, key, key, scale=1.0, observe=ch.Observe(top_k=k), backend="native")
+    expected = torch.sort(query @ key.mT, dim=-1, descending=True, stable=True).indices[..., :k]
+    assert torch.equal(seen.top_k[1].long(), expected)

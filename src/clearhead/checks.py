@@ -78,7 +78,7 @@ class Request:
 
         Once a call, and after everything is checked: a call that is refused draws nothing.
         """
-        return replace(self, seed=torch.randint(2**31, (2,))) if self.dropout_p > 0 else self
+        return replace(self, seed=torch.randint(2**31, (2,), device="cpu")) if self.dropout_p > 0 else self
 
     def on(self, tensors: Sequence[Tensor], attn_bias: Tensor | None) -> Request:
         """The same call on another query, key, value and bias of the same shapes."""

@@ -100,7 +100,8 @@ class _OneDNN(torch.autograd.Function):
 
 def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     output: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
-    return output
+    # It comes as a view of its rows, and a view out of an autograd function can't be changed in place.
+    return torch.ops.aten._unsafe_view(output, output.shape) if output.ndim != 2 else output
 
 
 def available() -> bool:
@@ -132,7 +133,21 @@ def _worthwhile(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested
+    plain = (
+        tensor.dtype == torch.float32 and tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested
+    )
+    return plain and (tensor.is_contiguous() or not _overlaps(tensor))
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether rows share memory, as those of `Tensor.unfold` do: oneDNN refuses them. An expanded axis it reads."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride and size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _decided(product: str) -> float:

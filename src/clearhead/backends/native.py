@@ -89,9 +89,7 @@ def _plain(request: Request) -> bool:
 
 def _whole(request: Request) -> Piece | None:
     """The call as one piece; None where a mask of size L x S would have to be made for it."""
-    bias, mask = request.attn_bias, request.mask
-    if bias is not None and not torch.compiler.is_compiling():
-        bias = bias.resolve_neg()
+    mask = request.mask
     parts = EVERYTHING
     if mask is not None:
         _, _, L, S = request.sizes
@@ -101,9 +99,8 @@ def _whole(request: Request) -> Piece | None:
         left, right = -FAR if left is None else left, FAR if right is None else right
         everywhere = Tile(ALL, ALL, ALL, ALL, L, S, request.query.device)  # (a slice to L would fix L for a compiler)
         parts = Parts(left, right, first, behind, None if rest is None else rest._tile(everywhere))
-    return Piece(
-        request.query, request.key, request.value, bias, parts, request.scale, request.dropout_p, request.seed
-    )
+    tensors = (request.query, request.key, request.value, request.attn_bias)
+    return Piece(*tensors, parts, request.scale, request.dropout_p, request.seed)
 
 
 def _tiles(request: Request) -> Iterator[tuple[Tile, Piece]]:

@@ -87,7 +87,8 @@ class Piece(NamedTuple):
 
     def rest(self) -> tuple[Any, ...]:
         """What the kernels take beside the tensors."""
-        return (*self.parts, self.bias, self.scale, self._dropping(), torch.get_num_threads())
+        bias = None if self.bias is None else self.bias.resolve_neg()  # the kernels read memory as it is
+        return (*self.parts, bias, self.scale, self._dropping(), torch.get_num_threads())
 
     def _dropping(self) -> tuple[Any, ...] | None:
         """Threshold, seeds, factor and origin of what `clearhead.backends.dropout` keeps; None without dropout."""
@@ -152,13 +153,15 @@ def backward(
     piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key and value, each like its tensor, and of the bias (float32) if asked for."""
+    dcontext = dcontext.resolve_neg()
     tensors = (piece.query, piece.key, piece.value)
     dbias = None if piece.bias is None or not bias_grad else torch.zeros_like(piece.bias, dtype=torch.float32)
     wanted = (room_like(piece.query), room_like(piece.key), room_like(piece.value), dbias)
     kernels = _kernels()
     outcome = kernels.backward(*tensors, context, lse, *piece.rest(), False, dcontext, *wanted)
     if outcome == kernels.UNREADABLE:
-        return backward(piece.packed(), context, lse, dcontext.contiguous(), bias_grad=bias_grad)
+        given = (context.contiguous(), lse.contiguous(), dcontext.contiguous())
+        return backward(piece.packed(), *given, bias_grad=bias_grad)
     if outcome == kernels.DONE:
         return wanted
     return _backward_of_non_finite(piece, context, lse, dcontext, wanted)
