@@ -29,11 +29,13 @@ NAMES = [
     "Seen",
     "Segments",
     "ShapeError",
+    "TooLargeError",
     "Window",
     "attention",
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",
+    "patterns",
     "record",
 ]
 COMING = ["attach"]  # in the contract, and checked like the others once they are there
@@ -72,7 +74,7 @@ def test_documented_with_an_example(name: str) -> None:
 def test_errors_are_builtin_ones(name: str) -> None:
     error = getattr(clearhead, name)
     assert inspect.getdoc(error)
-    assert issubclass(error, RuntimeError if name == "BackendError" else ValueError)
+    assert issubclass(error, {"BackendError": RuntimeError, "TooLargeError": MemoryError}.get(name, ValueError))
 
 
 @pytest.mark.parametrize("name", [name for name in callables if name not in without_shapes])

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version as _version
 
-from clearhead.errors import BackendError, MaskError, ShapeError
+from clearhead.errors import BackendError, MaskError, ShapeError, TooLargeError
 from clearhead.functional import attention
 from clearhead.masks import (
     Allowed,
@@ -19,6 +19,7 @@ from clearhead.masks import (
 )
 from clearhead.multihead import MultiHeadAttention
 from clearhead.observe import At, Observe, Seen
+from clearhead.patterns import patterns
 from clearhead.ragged import Batch, pad
 from clearhead.record import record
 from clearhead.recording import Recording
@@ -43,10 +44,12 @@ __all__ = [
     "Seen",
     "Segments",
     "ShapeError",
+    "TooLargeError",
     "Window",
     "attention",
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",
+    "patterns",
     "record",
 ]

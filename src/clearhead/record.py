@@ -15,6 +15,7 @@ from clearhead.backends.native import Native
 from clearhead.checks import check, check_observe
 from clearhead.compat.call import Call
 from clearhead.compat.transformers import is_transformers_model, listening
+from clearhead.derived import sources
 from clearhead.functional import in_own_precision, seen_of
 from clearhead.masks import And, KeyPadding, Mask, QueryPadding
 from clearhead.multihead import MultiHeadAttention
@@ -68,9 +69,9 @@ def record(model: nn.Module, observe: Observe) -> Iterator[Recording]:
         if name is None:
             return  # another model that shares this one's configuration
         request = check(call.query, call.key, call.value, call.mask, call.attn_bias, call.scale, 0.0)
-        check_observe(observe, request.sizes)
+        check_observe(observe, request)
         with in_own_precision(request):
-            seen = seen_of(request, call.context, observe, Native().look(request, observe))
+            seen = seen_of(request, call.context, observe, Native().look(request, sources(observe, request)))
         recording.add(name, seen)
 
     with ExitStack() as stack:
