@@ -19,7 +19,8 @@ from torch import Tensor
 
 import clearhead as ch
 import oracle
-from cases import Case
+from cases import MASKS as RULES
+from cases import Built, Case
 from clearhead import look, plan
 from clearhead.backends import BACKENDS
 from product import DROPOUT_P, Run
@@ -279,7 +280,10 @@ OFFSETS = (0, 1, 3, -1, -2, 50)
 TOP_K, POOLED = 3, 4
 MAPS = ("weights", "scores", "masked_scores", "dropped_weights")
 SPLIT = ("query", "key", "value", "context")
-STATISTICS = ("lse", "entropy", "max_weight", "distance", "received")
+STATISTICS = (
+    "lse", "entropy", "max_weight", "max_score", "distance", "received", "received_mean", "value_weighted",
+    "contribution", "agreement",
+)  # fmt: skip
 
 
 def observe_of(run: Run) -> ch.Observe | None:
@@ -291,6 +295,8 @@ def observe_of(run: Run) -> ch.Observe | None:
             **dict.fromkeys(STATISTICS, True),
             top_k=TOP_K,
             mass=_groups_of_keys(run.case),
+            patterns={name: mask for name, (mask, _) in _patterns(run.case).items()},
+            lookback=torch.tensor(_lookback(run.case), dtype=torch.int64),
             offsets=OFFSETS,
             pooled=POOLED,
         )
@@ -304,6 +310,18 @@ def _groups_of_keys(case: Case) -> dict[str, Tensor]:
         "each": torch.rand(s.B, s.S, generator=generator) < 0.5,
         "shared": torch.rand(1, s.S, generator=generator) < 0.3,
     }
+
+
+def _patterns(case: Case) -> dict[str, Built]:
+    """One that leaves runs of keys, one that leaves none, and one that differs over the heads."""
+    s = case.sizes
+    return {name: RULES[name](s) for name in ("window-past", "segments-mixed", "allowed-hqk")}
+
+
+def _lookback(case: Case) -> list[int]:
+    """Of each item another number of keys, from none to more than all."""
+    s = case.sizes
+    return [(s.S + 2) * item // max(1, s.B - 1) for item in range(s.B)] if s.B != 1 else [s.S // 2]
 
 
 def _measure_seen(run: Run, truth: oracle.Truth, seen: dict[str, Any]) -> list[Measured]:
@@ -323,6 +341,9 @@ def _measure_seen(run: Run, truth: oracle.Truth, seen: dict[str, Any]) -> list[M
         got = {name: seen[name] for name in wanted}
         for name, keys in _groups_of_keys(case).items():
             got[f"mass {name}"], wanted[f"mass {name}"] = seen["mass"][name], truth.mass(keys.numpy())
+        for name, (_, allows) in _patterns(case).items():
+            got[f"pattern {name}"], wanted[f"pattern {name}"] = seen["patterns"][name], truth.pattern(allows)
+        got["lookback"], wanted["lookback"] = seen["lookback"], truth.lookback(_lookback(case))
         for name, part, expected in zip(("mean", "max"), seen["pooled"], truth.pooled(POOLED), strict=True):
             got[f"pooled {name}"], wanted[f"pooled {name}"] = part, expected
         got["top_k weights"], wanted["top_k weights"] = seen["top_k"][0], truth.top_k(TOP_K)[0]
@@ -337,6 +358,8 @@ def _measure_seen(run: Run, truth: oracle.Truth, seen: dict[str, Any]) -> list[M
         # Weights are shares of 1, and so are the errors of what they make up; scores have a scale of their own.
         finite = np.abs(expected[np.isfinite(expected)])
         scale = max(float(finite.max(initial=0.0)), 1.0)
+        if name == "contribution":
+            scale = max(scale, truth.contribution_size)
         error = error_of(got[name], case.plain(expected), f"{run} {name}", scale)
         measured.append(Measured("statistics", name, error, allowed))
     dead = torch.from_numpy(case.plain(~truth.alive))

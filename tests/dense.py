@@ -253,6 +253,7 @@ class Truth:
             self.visible = self.visible & (self.bias != -torch.inf)
         hidden = self.scores.masked_fill(~self.visible, -torch.inf)
         self.lse = hidden.logsumexp(dim=-1) if hidden.shape[-1] else hidden.new_full(hidden.shape[:-1], -torch.inf)
+        self.max_score = hidden.amax(dim=-1) if hidden.shape[-1] else self.lse
         self.alive = self.visible.any(dim=-1)
         log_weights = (hidden - self.lse[..., None]).masked_fill(~self.visible, 0.0)
         self.weights = log_weights.exp().masked_fill(~self.visible, 0.0)

@@ -16,7 +16,7 @@ from conformance import assert_near
 from dense import DTYPES, SEED, Call, Truth
 
 TOP_K, OFFSETS = 4, [0, 1, 3, -2, 70]
-FLAGS = ("lse", "entropy", "max_weight", "distance", "received")
+FLAGS = ("lse", "entropy", "max_weight", "max_score", "distance", "received")
 needs_kernels = pytest.mark.skipif(library() is None, reason=str(why_missing()))
 
 

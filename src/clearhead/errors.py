@@ -5,6 +5,8 @@ ValueError
  +-- MaskError       a mask is malformed, ambiguous, or does not fit the inputs
 RuntimeError
  +-- BackendError    no backend (or not the one asked for) can do this call
+MemoryError
+ +-- TooLargeError   what is to be observed takes more memory than allowed
 """
 
 
@@ -18,3 +20,7 @@ class MaskError(ValueError):
 
 class BackendError(RuntimeError):
     """No backend, or not the one asked for, can do this call; the message lists every reason."""
+
+
+class TooLargeError(MemoryError):
+    """What is to be observed takes more bytes than `Observe(allow_bytes=...)`; nothing was allocated."""

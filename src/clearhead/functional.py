@@ -11,6 +11,7 @@ from torch import Tensor
 from clearhead.backends import Backend, choose
 from clearhead.backends.nonfinite import set_aside
 from clearhead.checks import Request, autocasting, check, check_observe, without_added_axes
+from clearhead.derived import sources
 from clearhead.look import look
 from clearhead.masks import Mask
 from clearhead.observe import SPLIT, Observe, Seen
@@ -87,6 +88,7 @@ def attention(
         MaskError: a mask that doesn't fit or can be read in two ways. A ValueError.
         IndexError: an `At` outside the inputs.
         BackendError: the backend asked for can't do the call, with its reasons. A RuntimeError.
+        TooLargeError: what is to be observed takes more than its `allow_bytes`. A MemoryError.
 
     References:
         Vaswani et al. 2017, "Attention Is All You Need" (arXiv 1706.03762), equation 1. Ainslie et al. 2023,
@@ -102,7 +104,7 @@ def attention(
     """
     request = check(query, key, value, mask, attn_bias, scale, dropout_p)
     if observe is not None:
-        check_observe(observe, request.sizes)
+        check_observe(observe, request)
     chosen = choose(request, backend)
     request = request.seeded()
     if not autocasting(request.query.device.type):
@@ -113,7 +115,7 @@ def attention(
 
 def _attend(request: Request, chosen: Backend, observe: Observe | None) -> Tensor | tuple[Tensor, Seen]:
     finite, aside = (request, None) if chosen.careful else set_aside(request)
-    context, found = chosen.see(finite, observe)
+    context, found = chosen.see(finite, None if observe is None else sources(observe, request))
     if aside is not None:
         context = aside.restore(context)
     out = context if request.axes == 4 else without_added_axes(context, request.axes)

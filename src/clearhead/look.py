@@ -17,7 +17,9 @@ from torch import Tensor
 from clearhead.backends.blockwise import assemble, dropped, over_tiles, raw_scores, visible_tile, weights_of
 from clearhead.backends.nonfinite import SetAside, set_aside
 from clearhead.checks import Request
+from clearhead.derived import DERIVED, derive, pattern_weights, sources
 from clearhead.masks import ALL, Allowed, Tile
+from clearhead.measures import contribution, disagreement, pattern_weight
 from clearhead.observe import MAPS, STATISTICS, At, Observe, indices
 from clearhead.plan import TILE_ELEMENTS, tiles
 
@@ -32,6 +34,8 @@ class Sight:
     query_positions: Tensor  # (q,), on the axis of the keys
     key_positions: Tensor  # (k,)
     tile: Tile
+    value: Tensor  # (b, hkv, k, Ev), finite
+    spoilt: Tensor | None  # bool (b, h, q), queries that see something non-finite; None = none
 
 
 def look(request: Request, observe: Observe, found: dict[str, Any]) -> dict[str, Any]:
@@ -42,21 +46,28 @@ def look(request: Request, observe: Observe, found: dict[str, Any]) -> dict[str,
         observe: what is asked.
         found: statistics that are known already.
     """
-    asked = [name for name in STATISTICS if observe.asks(name) and name not in found]
+    needed = sources(observe, request)
+    if observe.patterns and "lse" in found:
+        found = found | pattern_weights(request, observe, found["lse"])
+    if not observe.lse and "lse" not in found:
+        needed = replace(needed, lse=False)  # it is for the patterns of the kernels only
+    asked = [name for name in STATISTICS if needed.asks(name) and name not in found]
     maps = [name for name in MAPS if observe.asks(name)]
-    if not asked and not maps:
-        return found
+    derived = any(observe.asks(name) for name in DERIVED)
     with torch.set_grad_enabled(observe.grad and torch.is_grad_enabled()):
-        finite, aside = set_aside(request)
+        finite, aside = set_aside(request) if asked or maps or derived else (request, None)
         # In a graph each statistic is a pass of its own: a checkpoint recomputes all that was computed together,
         # and would keep what the loss makes no use of.
         together = [[name] for name in asked] if finite.needs_grad else [asked] if asked else []
         for names in together:
-            found = found | _statistics(finite, aside, _only(observe, names))
+            found = found | _statistics(finite, aside, _only(needed, names))
+        found = found | derive(finite, aside, observe, found)
         for name in maps:
             at = getattr(observe, name)
             found = found | {name: _map(finite, aside, name, At() if at is True else at)}
-    return found
+    if observe.mass is not None:
+        found = found | {"mass": {name: found["mass"][name] for name in observe.mass}}
+    return {name: found[name] for name in (*STATISTICS, *MAPS) if observe.asks(name)}
 
 
 def _only(observe: Observe, names: list[str]) -> Observe:
@@ -90,10 +101,9 @@ def _distance(sight: Sight) -> Tensor:
     return (sight.weights * apart.to(sight.weights.dtype)).sum(dim=-1)
 
 
-def _received(sight: Sight) -> Tensor:
-    by_key = sight.weights.sum(dim=-2)
-    assert isinstance(sight.tile.keys, slice)
-    return F.pad(by_key, (sight.tile.keys.start, sight.tile.S - sight.tile.keys.stop))
+def _over_all_keys(by_key: Tensor, tile: Tile) -> Tensor:
+    assert isinstance(tile.keys, slice)
+    return F.pad(by_key, (tile.keys.start, tile.S - tile.keys.stop))
 
 
 def _top_k(sight: Sight, k: int) -> tuple[Tensor, Tensor]:
@@ -154,16 +164,25 @@ def _pooled(sight: Sight, n: int) -> dict[str, Tensor]:
 def _measure(sight: Sight, observe: Observe) -> dict[str, Tensor]:
     """Everything asked for of one tile; composite results under names of their own."""
     found: dict[str, Tensor] = {}
+    if observe.max_score:
+        found["max_score"] = sight.scores.amax(dim=-1)
     if observe.lse or observe.entropy or observe.max_weight:
         found |= _sharpness(sight, observe)
     if observe.distance:
         found["distance"] = _distance(sight)
     if observe.received:
-        found["received"] = _received(sight)
+        found["received"] = _over_all_keys(sight.weights.sum(dim=-2), sight.tile)
+    if observe.contribution:
+        by_key = contribution(sight.weights, sight.value, sight.spoilt, sight.visible)
+        found["contribution"] = _over_all_keys(by_key, sight.tile)
+    if observe.agreement:
+        found["agreement sum"], found["agreement rows"] = disagreement(sight.weights, sight.visible)
     if observe.top_k:
         found["top weights"], found["top keys"] = _top_k(sight, observe.top_k)
     for name, keys in (observe.mass or {}).items():
         found[f"mass {name}"] = _mass(sight, keys)
+    for name, pattern in (observe.patterns or {}).items():
+        found[f"pattern {name}"] = pattern_weight(sight.weights, pattern._tile(sight.tile))
     if observe.offsets is not None:
         found["offsets"] = _offsets(sight, tuple(observe.offsets))
     if observe.pooled:
@@ -174,6 +193,9 @@ def _measure(sight: Sight, observe: Observe) -> dict[str, Tensor]:
 # What each tile adds to one total; all else is put side by side, query after query.
 _TOTALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "received": torch.add,
+    "contribution": torch.add,
+    "agreement sum": torch.add,
+    "agreement rows": torch.add,
     "pooled sum": torch.add,
     "pooled rows": torch.add,
     "pooled max": torch.maximum,
@@ -205,6 +227,10 @@ def _statistics(request: Request, aside: SetAside | None, observe: Observe) -> d
         found["top_k"] = (found.pop("top weights"), found.pop("top keys"))
     if observe.mass is not None:
         found["mass"] = {name: found.pop(f"mass {name}") for name in observe.mass}
+    if observe.patterns is not None:
+        found["patterns"] = {name: found.pop(f"pattern {name}") for name in observe.patterns}
+    if observe.agreement:
+        found["agreement"] = found.pop("agreement sum") / found.pop("agreement rows").clamp_min(1.0)
     if observe.pooled:
         rows = found.pop("pooled rows").clamp_min(1.0)[..., None]
         found["pooled"] = (found.pop("pooled sum") / rows, found.pop("pooled max"))
@@ -217,22 +243,30 @@ def _of_no_keys(request: Request, observe: Observe) -> dict[str, Any]:
     hidden = Allowed(torch.zeros(1, 1, dtype=torch.bool, device=key.device), axes="qk")
     padded = replace(request, key=key, value=value, mask=hidden, attn_bias=None)
     mass = {name: F.pad(keys, (0, 1)) for name, keys in (observe.mass or {}).items()}
-    found = _statistics(padded, None, replace(observe, mass=mass or None))
-    if observe.received:
-        found["received"] = found["received"][..., :0]
+    found = _statistics(padded, None, replace(observe, mass=mass or None, patterns=None))
+    for name in ("received", "contribution"):
+        if name in found:
+            found[name] = found[name][..., :0]
+    if observe.patterns is not None:
+        nothing = request.query.new_zeros(request.sizes[:3], dtype=request.acc_dtype)
+        found["patterns"] = dict.fromkeys(observe.patterns, nothing)
     return found
 
 
 def _sight(request: Request, aside: SetAside | None, tile: Tile) -> Sight:
     weights, scores, visible = weights_of(request, tile)
+    spoilt = None
     if aside is not None:
+        spoilt = aside.sees(tile, values=True)
         sees_nan = aside.sees(tile, values=False)[..., None]
         if visible is not None:
             sees_nan = sees_nan & visible
         weights, scores = (part.masked_fill(sees_nan, torch.nan) for part in (weights, scores))
     device = request.query.device
     queries = torch.arange(tile.L, device=device)[tile.queries] + tile.S - tile.L
-    return Sight(weights, scores, visible, queries, torch.arange(tile.S, device=device)[tile.keys], tile)
+    keys = torch.arange(tile.S, device=device)[tile.keys]
+    value = request.value[tile.batch, :, tile.keys]
+    return Sight(weights, scores, visible, queries, keys, tile, value, spoilt)
 
 
 # -- maps ------------------------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ class MultiHeadAttention(nn.Module):
         q, k, v = stand_ins
         request = check(q, k, v, **options)
         if observe is not None:
-            check_observe(observe, request.sizes)
+            check_observe(observe, request)
         choose(request, backend)
 
     @classmethod

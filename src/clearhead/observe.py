@@ -12,15 +12,23 @@ from torch import Tensor
 
 from clearhead.masks import Mask
 from clearhead.masks.intervals import FAR
+from clearhead.masks.values import as_lengths
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Choice = int | Sequence[int] | slice | None
 
-STATISTICS = ("lse", "entropy", "max_weight", "distance", "received", "top_k", "mass", "offsets", "pooled")
+STATISTICS = (
+    "lse", "entropy", "max_weight", "max_score", "distance", "received", "received_mean", "value_weighted",
+    "contribution", "agreement", "top_k", "mass", "patterns", "lookback", "offsets", "pooled",
+)  # fmt: skip
 MAPS = ("scores", "masked_scores", "weights", "dropped_weights")
 SPLIT = ("query", "key", "value", "context")
+# What turns them on, where it isn't True.
+FLAGS = {
+    "top_k": "8", "mass": "{...}", "patterns": "{...}", "lookback": "32", "offsets": "[...]", "pooled": "256",
+}  # fmt: skip
 # More than any text has: what is larger asks for more memory than there is.
 MOST = {"top_k": 2**20, "pooled": 2**13}
 MODULE = ("query_projected", "key_projected", "value_projected", "merged", "output")
@@ -94,12 +102,30 @@ class Observe:
         lse: log of the sum of exponentiated scores, (B, Hq, L).
         entropy: of the weights, in nats: ``lse - sum_j w_j s_j``, (B, Hq, L). Clark et al. 2019 (1906.04341).
         max_weight: the largest weight of each query, (B, Hq, L). Voita et al. 2019 (1905.09418).
-        distance: mean |query position - key position|, (B, Hq, L). Vig & Belinkov 2019 (1906.04284).
+        max_score: the largest visible score of each query, after scale and bias, (B, Hq, L); -inf in dead rows. The
+            "max logit" that QK-Clip watches: Kimi K2, 2025 (2507.20534).
+        distance: mean |query position - key position|, in tokens, (B, Hq, L). Vig & Belinkov 2019 (1906.04284).
         received: attention that each key receives, summed over the queries, (B, Hq, S). H2O (2306.14048).
             Padded queries count unless the mask hides them by a `QueryPadding`, as `record` adds one.
+        received_mean: ``received_j`` divided by the number of queries that may see key j, 0 where none may,
+            (B, Hq, S): what a query gives the key on average, whether few or many see it.
+        value_weighted: ``sum_i w_ij ||v_j||`` of each key, in units of the values, (B, Hq, S). Kobayashi et al.
+            2020 (2004.10102).
+        contribution: ``sum_i w_ij <v_j, o_i> / ||o_i||^2`` of each key, (B, Hq, S), with o_i the context of query i
+            before dropout: the share of each context that the key makes up, by its projection. The shares of one
+            query sum to 1 (to 0 where its context is 0) and may be negative.
+        agreement: Jensen-Shannon divergence between the weights of every two heads, in nats (0: the same; at most
+            log 2), ``H((w + w') / 2) - (H(w) + H(w')) / 2``, averaged over the queries that see something in both,
+            (B, Hq, Hq). Clark et al. 2019 (1906.04341), section 6. It takes Hq / 2 times the work of an entropy.
         top_k: the k strongest keys of each query: a pair (weights, int32 key indices), each (B, Hq, L, k);
             short rows are filled with weight 0 and index -1.
         mass: ``{name: bool (B|1, S)}``: the weight that falls on each group of keys, a dict of (B, Hq, L).
+        patterns: ``{name: Mask}``: the weight that each query puts on the pairs that a mask allows,
+            ``sum_j w_ij [mask allows (i, j)]``, a dict of (B, Hq, L): the score of a head for a pattern. Any mask
+            that fits the call; `clearhead.patterns` has those of token ids. Olsson et al. 2022 (2209.11895).
+        lookback: n, or n of each item, (B|1,): the first n keys are context, and what follows is newer. The lookback
+            ratio of each query, ``c / (c + r)`` with c and r its mean weight on a visible key of either kind,
+            (B, Hq, L); 0 where no context is visible, 1 where nothing newer is. Chuang et al. 2024 (2407.07071).
         offsets: distances d; the weight on the key d to the left of the query's position (d < 0: to the
             right), (B, Hq, L, len(offsets)).
         pooled: n; a pair (mean, max) of n x n maps that cover the whole head, (B, Hq, n, n), cut as
@@ -118,6 +144,7 @@ class Observe:
         merged: the heads' contexts side by side, (B, L, Hq * Ev).
         output: after the output projection, (B, L, D).
         grad: keep the graph, so that a loss may use what was seen.
+        allow_bytes: the most that may be kept of a call. What takes more is a `TooLargeError`, before any work.
 
     Raises:
         ValueError: a wrong kind of argument, e.g. top_k=0.
@@ -136,9 +163,16 @@ class Observe:
     entropy: bool = False
     max_weight: bool = False
     distance: bool = False
+    max_score: bool = False
     received: bool = False
+    received_mean: bool = False
+    value_weighted: bool = False
+    contribution: bool = False
+    agreement: bool = False
     top_k: int | None = None
     mass: Mapping[str, Tensor] | None = None
+    patterns: Mapping[str, Mask] | None = None
+    lookback: int | Tensor | None = None
     offsets: Sequence[int] | None = None
     pooled: int | None = None
     weights: bool | At = False
@@ -155,13 +189,14 @@ class Observe:
     merged: bool = False
     output: bool = False
     grad: bool = False
+    allow_bytes: int = 2 * 2**30
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "pooled"):
+        for name in ("top_k", "pooled", "allow_bytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"Observe({name}=...) takes a number >= 1, not {value!r}.")
-            if value is not None and value > MOST[name]:
+            if value is not None and value > MOST.get(name, value):
                 raise ValueError(f"Observe({name}=...) takes a number up to {MOST[name]}, not {value}.")
         for f in fields(self):
             if f.default is False and f.name not in MAPS and not isinstance(getattr(self, f.name), bool):
@@ -181,19 +216,30 @@ class Observe:
         for name, keys in (self.mass or {}).items():
             if not isinstance(keys, Tensor) or keys.dtype != torch.bool or keys.ndim != 2:
                 raise ValueError(f"Observe(mass={{{name!r}: ...}}) takes a bool tensor (B|1, S).")
+        if self.patterns is not None and not isinstance(self.patterns, Mapping):
+            raise ValueError(f"Observe(patterns=...) takes a dict of masks, not {self.patterns!r}.")
+        for name, pattern in (self.patterns or {}).items():
+            if not isinstance(pattern, Mask):
+                kind = type(pattern).__name__
+                raise ValueError(  # noqa: TRY004
+                    f"Observe(patterns={{{name!r}: ...}}) takes a mask, not {kind}: a bool tensor is one as "
+                    f"Allowed(tensor, axes='qk')."
+                )
+        if self.lookback is not None:
+            object.__setattr__(self, "lookback", as_lengths("Observe(lookback=...)", self.lookback))
 
     @classmethod
-    def all(cls, *, grad: bool = False) -> Observe:
+    def all(cls, *, grad: bool = False, allow_bytes: int = 2 * 2**30) -> Observe:
         """Every intermediate, and every statistic that needs no argument.
 
         Example:
             >>> x = torch.randn(2, 4, 5, 8)
             >>> sorted(attention(x, x, x, observe=Observe.all())[1])[:4]
-            ['context', 'distance', 'dropped_weights', 'entropy']
+            ['agreement', 'context', 'contribution', 'distance']
         """
         on = [f.name for f in fields(cls) if f.default is False and f.name != "grad"]
         flags: dict[str, Any] = dict.fromkeys(on, True)
-        return cls(grad=grad, **flags)
+        return cls(grad=grad, allow_bytes=allow_bytes, **flags)
 
     def whole(self, name: str) -> bool:
         """Whether a map is asked for as a whole, not a choice of it."""
@@ -302,7 +348,7 @@ class Seen(Mapping[str, Any]):
         if name in MODULE:
             return f"{name} was not asked for, or doesn't exist here: only MultiHeadAttention keeps it. {here}"
         if name in STATISTICS + MAPS + SPLIT:
-            flag = {"top_k": "8", "mass": "{...}", "offsets": "[...]", "pooled": "256"}.get(name, "True")
+            flag = FLAGS.get(name, "True")
             return f"{name} was not asked for: observe=Observe({name}={flag}) keeps it. {here}"
         return f"there is no field {name!r}. {here}"
 

@@ -77,6 +77,17 @@ class Native(Backend):
         piece = _whole(request)
         return {} if piece is None else statistics(piece, observe)
 
+    def lse(self, request: Request) -> Tensor | None:
+        """Log of the sum of exponentiated scores, (B, Hq, L); None where something is not finite, or it declines."""
+        if self.reasons(request) or not _plain(request):
+            return None
+        piece, only = _whole(request), Observe(lse=True)
+        if piece is not None:
+            return statistics(piece, only).get("lse")
+        found = [(tile, statistics(part, only).get("lse")) for tile, part in _tiles(request)]
+        parts = [(tile, part) for tile, part in found if part is not None]
+        return assemble(parts) if len(parts) == len(found) else None
+
 
 def _plain(request: Request) -> bool:
     """Whether memory may be read here and now: no tracing, no subclasses of tensors, no modes that listen."""

@@ -114,7 +114,7 @@ def forward(
     kernels = _kernels()
     B, H, L, _ = query.shape
     context = context_like(query, value)
-    need_lse = need_lse or (observe is not None and (observe.lse or observe.received))
+    need_lse = need_lse or (observe is not None and (observe.lse or observe.max_score or observe.received))
     lse = query.new_empty((B, H, L), dtype=torch.float32) if need_lse else None
     room = None if observe is None else _room(query, key, observe)
     seen = None if room is None else room.as_tuple()
@@ -224,7 +224,7 @@ def _kernels() -> ModuleType:
 
 # -- statistics of the same pass -------------------------------------------------------------------------------
 
-NAMES = ("lse", "entropy", "max_weight", "distance", "received", "top_k", "mass", "offsets")
+NAMES = ("lse", "entropy", "max_weight", "max_score", "distance", "received", "top_k", "mass", "offsets")
 MAX_GROUPS, MAX_OFFSETS, MAX_TOP = 16, 64, 64
 
 
@@ -260,13 +260,15 @@ class _Room:
     def found(self, lse: Tensor | None, observe: Observe) -> dict[str, Any]:
         """By the names of `Observe`."""
         fields: dict[str, Any] = dict(self.fields)
+        if observe.max_score and lse is not None:
+            fields["max_score"] = lse + fields["max_weight"].log()
         if observe.lse:
             fields["lse"] = lse
         if "top weights" in fields:
             fields["top_k"] = (fields.pop("top weights"), fields.pop("top keys"))
         if "mass" in fields:
             fields["mass"] = dict(zip(observe.mass or (), fields["mass"].unbind(), strict=True))
-        return {name: fields[name] for name in NAMES if name in fields}
+        return {name: fields[name] for name in NAMES if name in fields and observe.asks(name)}
 
 
 def _room(query: Tensor, key: Tensor, observe: Observe) -> _Room | None:
@@ -287,7 +289,7 @@ def _room(query: Tensor, key: Tensor, observe: Observe) -> _Room | None:
     if "offsets" in names and observe.offsets is not None:
         offsets = list(observe.offsets)
         shapes["offsets"] = (B, H, L, len(offsets))
-    wanted = [*names, "top weights"]
+    wanted = [*names, "top weights", *(["max_weight"] if observe.max_score else [])]
     fields = {name: query.new_empty(shape, dtype=torch.float32) for name, shape in shapes.items() if name in wanted}
     if "top weights" in fields:
         fields["top keys"] = torch.empty_like(fields["top weights"], dtype=torch.int32)

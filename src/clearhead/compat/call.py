@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from clearhead.backends.native import Native
 from clearhead.checks import Request, check, check_observe
+from clearhead.derived import sources
 from clearhead.functional import attention, in_own_precision, seen_of
 from clearhead.masks import Mask
 from clearhead.observe import Observe, Seen
@@ -58,7 +59,7 @@ def look_at(call: Call, observe: Observe) -> Seen:
     if context is None and observe.context:  # ours, on what the layer was given
         context = attention(*call[1:5], **_options(call))
     with in_own_precision(request):
-        return seen_of(request, context, observe, Native().look(request, observe))
+        return seen_of(request, context, observe, Native().look(request, sources(observe, request)))
 
 
 def request_of(call: Call, observe: Observe) -> Request:
@@ -66,7 +67,7 @@ def request_of(call: Call, observe: Observe) -> Request:
     if call.padded is not None:
         call = call._replace(mask=call.padded if call.mask is None else call.mask & call.padded)
     request = check(*call[1:5], call.attn_bias, call.scale, 0.0)
-    check_observe(observe, request.sizes)
+    check_observe(observe, request)
     return request
 
 
