@@ -104,9 +104,7 @@ def test_a_cache_filled_in_chunks(family: Family, cache: str, padded: bool) -> N
             mask = inputs["attention_mask"][:, :stop] if padded else None
             ids = inputs["input_ids"][:, start:stop]
             positions = torch.arange(start, stop).expand(3, -1)
-            outputs.append(
-                model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=held, **options)
-            )
+            outputs.append(model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=held, **options))
             start = stop
         return outputs
 
