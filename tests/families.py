@@ -55,9 +55,11 @@ class Family:
     sizes: dict[str, Any]
     reads: str = "tokens"  # or "both" (encoder and decoder), "pixels", "sound"
     decoder: bool = True
+    own: str = "sdpa"  # the implementation that transformers gives it
 
-    def build(self, implementation: str = "sdpa") -> Any:
-        """The model in eval, with the same weights whichever the implementation."""
+    def build(self, implementation: str | None = None) -> Any:
+        """The model in eval, with the same weights whichever the implementation; None = its own."""
+        implementation = implementation or self.own
         torch.manual_seed(0)
         config = getattr(transformers, self.config)(**copy.deepcopy(self.sizes))
         model = getattr(transformers, self.kind)._from_config(config, attn_implementation="eager").eval()
@@ -109,12 +111,14 @@ ALL = [
         "Gemma2ForCausalLM",
         "Gemma2Config",
         {**GROUPED, "sliding_window": 4, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 7},
+        own="eager",
     ),
     Family(
         "gpt_oss",
         "GptOssForCausalLM",
         "GptOssConfig",
-        {**GROUPED, "sliding_window": 4, "num_local_experts": 3, "num_experts_per_tok": 2},
+        {**GROUPED, "sliding_window": 4, "num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 20},
+        own="eager",
     ),
     Family(
         "t5",

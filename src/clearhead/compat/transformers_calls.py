@@ -70,7 +70,7 @@ def read_call(
     elif meaning is not None and attention_mask.shape[2:] == (L, S):
         mask, S, padded = meaning
     else:
-        tensor = attention_mask.clone() if isinstance(attention_mask, MaskTensor) else attention_mask
+        tensor = attention_mask.numbers() if isinstance(attention_mask, MaskTensor) else attention_mask
         mask, floats = read_tensor(tensor[(None,) * (4 - tensor.ndim)][..., :S], added=added)
         bias = floats if bias is None or floats is None else bias + floats
         padded = padding_in(mask) if padding and L == S else None

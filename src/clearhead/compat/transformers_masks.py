@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree
 
-from clearhead.errors import MaskError
 from clearhead.masks import Allowed, Causal, KeyPadding, Mask, QueryPadding, Segments, Window
 
 _RULES = "transformers.masking_utils"
@@ -167,10 +166,10 @@ def padding_in(mask: Mask | None) -> QueryPadding | None:
 
 
 class MaskTensor(Tensor):
-    """A bool tensor (B, 1, L, S) that says what it means, and holds no numbers until somebody reads them."""
+    """A bool tensor (B, 1, L, S) that says what it means, and holds no numbers until somebody asks for them."""
 
     meaning: Meaning
-    _dense: Tensor | None
+    _numbers: Tensor | None
 
     @staticmethod
     def __new__(cls, meaning: Meaning, sizes: tuple[int, int, int], device: torch.device | str) -> Self:
@@ -178,29 +177,32 @@ class MaskTensor(Tensor):
         B, L, S = sizes
         device = torch.device(device)
         itself = Tensor._make_wrapper_subclass(cls, (B, 1, L, S), dtype=torch.bool, device=device)
-        itself.meaning, itself._dense = meaning, None
+        itself.meaning, itself._numbers = meaning, None
         return itself
 
-    def dense(self) -> Tensor:
-        """Its numbers; as many as it says."""
-        if self._dense is None:
-            B, _, L, S = self.shape
-            mask, keys, _ = self.meaning
-            seen = torch.ones(1, 1, L, keys, dtype=torch.bool) if mask is None else mask.dense(L, keys)
-            self._dense = F.pad(seen.to(self.device), (0, S - keys)).expand(B, 1, L, S)
-        return self._dense
+    def numbers(self) -> Tensor:
+        """As an ordinary tensor; the same one each time, so that what is written into it counts."""
+        if self._numbers is None:
+            self._numbers = self._dense()
+        return self._numbers
+
+    def _dense(self) -> Tensor:
+        B, _, L, S = self.shape
+        mask, keys, _ = self.meaning
+        seen = torch.ones(1, 1, L, keys, dtype=torch.bool) if mask is None else mask.dense(L, keys)
+        return F.pad(seen.to(self.device), (0, S - keys)).repeat(B // len(seen), 1, 1, 1)
+
+    def says_what_it_means(self) -> bool:
+        """Whether nobody has written into it."""
+        return self._numbers is None or torch.equal(self._numbers, self._dense())
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Whoever computes with it gets its numbers."""
-        if func._schema.is_mutable and args and isinstance(args[0], MaskTensor):
-            raise MaskError(
-                "this mask can't be written into: a model under clearhead.attach got it; use mask.clone()."
-            )
-        if func is torch.ops.aten.detach.default:
+        if func is torch.ops.aten.detach.default and args[0]._numbers is None:
             (mask,) = args
             return cls(mask.meaning, (mask.shape[0], *mask.shape[2:]), mask.device)
-        args, kwargs = _pytree.tree_map_only(MaskTensor, MaskTensor.dense, (args, kwargs or {}))
+        args, kwargs = _pytree.tree_map_only(MaskTensor, MaskTensor.numbers, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -216,8 +218,8 @@ def tag(tensor: Tensor, meaning: Meaning) -> Tensor:
 
 
 def meaning_on(tensor: Tensor) -> Meaning | None:
-    """What is written on a tensor, or it was made of, unless it was changed since."""
+    """What is written on a tensor, or it was made of, unless its numbers were changed since."""
     if isinstance(tensor, MaskTensor):
-        return tensor.meaning
+        return tensor.meaning if tensor.says_what_it_means() else None
     meaning, version = getattr(tensor, _TAG, (None, None))
     return meaning if tensor._version == version else None
