@@ -224,6 +224,17 @@ def test_a_soft_bias_is_a_hard_mask_in_torchs_eval() -> None:
         assert (theirs(x, mask=ALIBI) - truth(theirs, x, mask=ALIBI)).abs().max() > 0.01
 
 
+@in_torch
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_soft_padding_is_hard_in_torchs_nested_tensors() -> None:
+    theirs, x = encoder().eval(), numbers(B, L, D)
+    soft = torch.where(PADDING, -1.5, 0.0).to(DOUBLE)
+    with torch.no_grad():
+        found = theirs(x, src_key_padding_mask=soft)
+        assert torch.equal(found, theirs(x, src_key_padding_mask=PADDING))
+        assert (found - truth(theirs, x, src_key_padding_mask=soft))[~PADDING].abs().max() > 0.01
+
+
 @pytest.mark.parametrize("floats", [False, True])
 @pytest.mark.parametrize("nested", [True, False])
 def test_dead_rows_give_no_nan(nested: bool, floats: bool) -> None:
