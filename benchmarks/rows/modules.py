@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import torch
@@ -15,11 +16,14 @@ D, H = 512, 8
 
 def rows() -> Rows:
     peer, fast = "nn.MultiheadAttention", "nn.MultiheadAttention, fast path"
+    one, two = "nn.TransformerEncoderLayer, fast path", "nn.TransformerEncoder, fast path"
     return [
         Row("module", "module, L=512, B=4, eval", fast, partial(inference, 4, 512), 0.50),
         Row("module", "module, L=512, B=4, forward + backward", peer, partial(training, 4, 512), 0.60),
         Row("module", "module, L=4096, B=1, eval", fast, partial(inference, 1, 4096), 0.40, memory=1 / 10),
         Row("module", "module + its weights, L=512, B=4, eval", f"{peer}, need_weights", partial(weights, 4, 512)),
+        Row("convert", "converted layer, L=4096, B=1, eval", one, partial(converted, 1), 0.60, memory=1 / 10),
+        Row("convert", "converted encoder, 2 layers, L=4096, eval", two, partial(converted, 2), 0.60, memory=1 / 10),
     ]
 
 
@@ -61,6 +65,20 @@ def weights(B: int, L: int) -> Race:
             return torchs(x, x, x, need_weights=True, average_attn_weights=False)
 
     return Race(ours, theirs)
+
+
+def converted(layers: int, L: int = 4096) -> Race:
+    """Torch's encoder as it is, and the same on clearhead."""
+    layer = nn.TransformerEncoderLayer(D, H, 4 * D, batch_first=True)
+    torchs = (layer if layers == 1 else nn.TransformerEncoder(layer, layers)).eval()
+    mine = ch.convert(copy.deepcopy(torchs))
+    x = torch.randn(1, L, D)
+
+    def of(model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    return Race(partial(of, mine), partial(of, torchs))
 
 
 def training(B: int, L: int) -> Race:
