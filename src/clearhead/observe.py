@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from clearhead.masks import Mask
+from clearhead.masks import Mask, living_rows, visible_cells
 from clearhead.masks.intervals import FAR
 from clearhead.masks.values import as_lengths
 
@@ -260,6 +261,7 @@ class Seen(Mapping[str, Any]):
         mask: the mask of the call (None = everything visible), to tell a hidden weight from a zero.
         sizes: (B, Hq, L, S) of the call.
         observe: what was asked for.
+        known: what a loaded recording knows in place of the mask, ``"alive"`` and ``"visible"``.
 
     Example:
         >>> x = torch.randn(1, 2, 3, 4)
@@ -274,10 +276,40 @@ class Seen(Mapping[str, Any]):
     mask: Mask | None = None
     sizes: tuple[int, int, int, int] = (0, 0, 0, 0)
     observe: Observe = Observe()
+    known: Mapping[str, Tensor] = field(default_factory=dict)
 
     def with_fields(self, fields: Mapping[str, Any]) -> Seen:
         """The same with more fields."""
-        return Seen({**self.fields, **fields}, self.mask, self.sizes, self.observe)
+        return Seen({**self.fields, **fields}, self.mask, self.sizes, self.observe, self.known)
+
+    @cached_property
+    def alive(self) -> Tensor:
+        """Which queries see any key, bool (B, Hq, L): the others, dead or padded, count in no mean.
+
+        Example:
+            >>> x = torch.randn(2, 1, 3, 4)
+            >>> _, seen = attention(x, x, x, QueryPadding(lengths=[3, 2]), observe=Observe(entropy=True))
+            >>> seen.alive.tolist()
+            [[[True, True, True]], [[True, True, False]]]
+        """
+        B, H, L, S = self.sizes
+        if "alive" in self.known:
+            return self.known["alive"]
+        rows = living_rows(self.mask, L, S).expand(B, H, L)
+        # A bias hides, too, by -inf: of these two, dead rows have a value that no other has.
+        for name, of_dead in (("lse", -torch.inf), ("max_weight", 0.0)):
+            if name in self.fields:
+                rows = rows.to(self.fields[name].device) & (self.fields[name] != of_dead).reshape(B, H, L)
+        return rows
+
+    def visible(self, n: int | None = None) -> Tensor:
+        """Which pairs the mask leaves, bool (B|1, Hq|1, L, S); with n, which of n x n cells hold one of them."""
+        _, _, L, S = self.sizes
+        if "visible" in self.known:
+            return self.known["visible"]
+        if n is not None:
+            return visible_cells(self.mask, L, S, n)
+        return torch.ones(1, 1, L, S, dtype=torch.bool) if self.mask is None else self.mask.dense(L, S)
 
     def plot(
         self,
@@ -319,10 +351,9 @@ class Seen(Mapping[str, Any]):
             raise IndexError(f"batch item {batch} is out of range: there are {B}.")
         chosen = indices("heads", heads, H)
         shown = list(range(H)) if chosen is None else chosen.tolist()
-        visible = torch.ones(1, 1, L, S, dtype=torch.bool) if self.mask is None else self.mask.dense(L, S)
         return plot_weights(
             weights.reshape(B, H, L, S)[batch, shown],
-            visible.expand(B, H, L, S)[batch, shown],
+            self.visible().expand(B, H, L, S)[batch, shown],
             [f"head {head}" for head in shown],
             tokens,
             tokens if key_tokens is None and L == S else key_tokens,
