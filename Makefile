@@ -23,13 +23,16 @@ demo: $(VENV)/.demo  ## a trained model reads a sentence: a table here, every he
 
 test: $(VENV)/.dev  ## all tests
 	@$(LACKING)
+	@$(BUILT)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
 test-all: $(VENV)/.dev  ## all tests, three-wise instead of pairwise, and 2,000 fuzzed calls; an hour
+	@$(BUILT)
 	@CONFORMANCE=3 FUZZ=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
 test-isas: $(VENV)/.dev  ## the conformance suite with each instruction set that this processor has; minutes
 	@$(LACKING)
+	@$(BUILT)
 	@isas=$$($(BIN)/python -c 'from clearhead import _native; print(*_native.isas())') || exit 1; for isa in $$isas; do \
 		echo "$$isa:"; CLEARHEAD_ISA=$$isa OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) \
 			tests/test_conformance.py -k "native and not compiled" || exit 1; done
@@ -87,21 +90,22 @@ endif
 endif
 
 LOG      := build/install.log
+PACE     := the first time takes a minute or more; $(LOG) tells how far it is
 install  = mkdir -p build; $(PIP) --verbose --no-build-isolation --editable '$(1)' >$(LOG) 2>&1 || { \
 	tail -n 20 $(LOG); exit 1; }
 
 $(VENV)/.demo: $(VENV)/.tools $(INPUTS)
-	@echo "Installing clearhead, torch and a small trained model into $(VENV); the first time takes a minute or more ..."
+	@echo "Installing clearhead, torch and a small trained model into $(VENV); $(PACE) ..."
 	@$(call install,.[demo])
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.tools $(INPUTS)
-	@echo "Installing clearhead with its development tools into $(VENV); the first time takes a minute or more ..."
+	@echo "Installing clearhead with its development tools into $(VENV); $(PACE) ..."
 	@$(call install,.[dev])
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.bench: $(VENV)/.tools $(INPUTS)
-	@echo "Installing clearhead with what it is measured against into $(VENV); the first time takes a minute or more ..."
+	@echo "Installing clearhead with what it is measured against into $(VENV); $(PACE) ..."
 	@$(call install,.[bench])
 	@touch $@
 
@@ -110,6 +114,11 @@ LACKING = ls src/clearhead/_native*.so >/dev/null 2>&1 || { \
 	if [ -n "$(COMPILER)" ]; then echo "$(COMPILER) did not build them; $(LOG) says why."; else \
 		echo "To get them, install a C++ compiler and run make again: apt install g++ python3-dev on Debian and Ubuntu,"; \
 		echo "xcode-select --install on macOS."; fi; }
+
+# Where a compiler is, tests without the kernels would fail by the thousand: the compiler's own words come instead.
+BUILT = ls src/clearhead/_native*.so >/dev/null 2>&1 || [ -z "$(COMPILER)" ] || { \
+	grep -E -m 1 -A 3 'error:|CMake Error' $(LOG); \
+	echo "No test ran: they need the kernels."; exit 1; }
 
 # -- an environment of its own for the sanitizers, with all but clearhead taken from .venv --------------------------
 

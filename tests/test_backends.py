@@ -11,6 +11,7 @@ import clearhead as ch
 from cases import Case
 from clearhead.backends import BACKENDS, Backend
 from conformance import check_declines, expected_reasons
+from native_checks import needs_kernels
 from product import ALL
 
 # -- who ran ---------------------------------------------------------------------------------------------------
@@ -43,6 +44,7 @@ def test_the_backend_named_runs(backend: str, ran: list[str]) -> None:
     assert ran == [backend, backend]
 
 
+@needs_kernels
 @pytest.mark.parametrize("mask", [None, ch.Causal(), ch.KeyPadding([5, 3]), ch.Window(1, 0)], ids=repr)
 def test_torchs_kernel_runs_for_sdpa_and_for_no_other(mask: ch.Mask | None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
@@ -61,6 +63,7 @@ def test_torchs_kernel_runs_for_sdpa_and_for_no_other(mask: ch.Mask | None, monk
         assert (calls > 0) == (backend == "sdpa")
 
 
+@needs_kernels
 @pytest.mark.parametrize("case", ALL[::4], ids=str)
 def test_the_first_backend_that_can_is_the_default(case: Case, ran: list[str]) -> None:
     given = case.inputs()
@@ -80,6 +83,7 @@ def test_fused_before_plain_before_whole() -> None:
     assert list(BACKENDS) == ["native", "sdpa", "blockwise", "reference"]
 
 
+@needs_kernels
 def test_dropout_is_not_for_torchs_kernels(ran: list[str]) -> None:
     x = torch.randn(2, 3, 5, 7, dtype=torch.float64)
     ch.attention(x, x, x, dropout_p=0.1)
@@ -87,6 +91,7 @@ def test_dropout_is_not_for_torchs_kernels(ran: list[str]) -> None:
     assert ran == ["blockwise", "native"]
 
 
+@needs_kernels
 @pytest.mark.parametrize("bias_grad", [False, True])
 @pytest.mark.parametrize("case", ALL[::5], ids=str)
 def test_what_is_declined(case: Case, bias_grad: bool) -> None:

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,33 @@ def test_choosing_an_instruction_set_without_kernels_is_an_error(not_built, isa)
         library()
 
 
+def test_a_compiler_that_comes_later_gets_all_its_flags(tmp_path):
+    """What a search without a compiler left in the cache of a kept build was there for good: no -O3, no format."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the environment's own tools first
+    cmake, ninja, nanobind = shutil.which("cmake", path=path), shutil.which("ninja", path=path), find_spec("nanobind")
+    if COMPILER is None or cmake is None or ninja is None or nanobind is None:
+        pytest.skip("needs a C++ compiler, cmake, ninja and nanobind")
+    options = {
+        "CMAKE_MAKE_PROGRAM": ninja,
+        "Python_EXECUTABLE": sys.executable,
+        "nanobind_DIR": Path(nanobind.origin).parent / "cmake",
+    }
+    command = [cmake, "-G", "Ninja", "-S", ROOT, "-B", tmp_path, *(f"-D{name}={at}" for name, at in options.items())]
+
+    def configure(compiler):
+        environment = os.environ | {"CXX": compiler}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    failed = configure(shutil.which("false"))
+    assert failed.returncode != 0
+    assert "No C++ compiler was found that works." in failed.stderr
+    done = configure(COMPILER)
+    assert done.returncode == 0, done.stderr
+    cache = (tmp_path / "CMakeCache.txt").read_text()
+    assert "CMAKE_CXX_FLAGS_RELEASE:STRING=-O3" in cache
+    assert "CMAKE_EXECUTABLE_FORMAT:INTERNAL=Unknown" not in cache
+
+
 # -- clearhead info ------------------------------------------------------------------------------------------------
 
 
@@ -199,12 +227,15 @@ def info():
 def test_info_names_what_runs(native):
     line = next(line for line in info().stdout.splitlines() if line.startswith("  kernels"))
     assert line.split()[1] == f"{native.isa()},"
-    assert (f"{torch.get_num_threads()} threads" if native.openmp() else "built without OpenMP") in line
+    assert (f"{torch.get_num_threads()} thread" if native.openmp() else "built without OpenMP") in line
 
 
-def test_info_says_what_is_missing(not_built):
+def test_info_says_once_what_is_missing(not_built, monkeypatch):
+    monkeypatch.setattr("clearhead.backends.native._MISSING", why_missing())  # asked at import
     output = " ".join(info().stdout.split())
     assert f"kernels torch's alone: {why_missing()}" in output
+    assert output.count("were not built") == 1
+    assert "native: there are no kernels, see above" in output
 
 
 def test_info_with_an_unknown_instruction_set_is_one_line(native, isa):

@@ -299,7 +299,7 @@ def exact(**changes: Any) -> Panel:
     ("panels", "tokens", "message"),
     [
         ([], labels(2, 5), "at least one panel"),
-        ([exact()], labels(1, 5), "one list of labels per sequence, 2; it holds 1"),
+        ([exact()], labels(1, 5), "a list of labels for each of the 2 sequences, not for 1: tokens="),
         ([exact()], labels(2, 6), r"tokens\[0\] has 6 labels for 5 positions"),
         ([exact()], ["abcde", "abcde"], r"tokens\[0\] must be a list"),
         ([exact(weights=None)], labels(2, 5), "no weights, so it needs mean and maximum and top"),

@@ -68,7 +68,8 @@ class Recording(Mapping[str, Seen]):
     def __repr__(self) -> str:
         if not len(self):
             return "Recording(nothing was called yet)"
-        return f"Recording({len(self)} layers, {sum(map(len, self._calls.values()))} calls: {', '.join(self)})"
+        names = ", ".join(name or "the model itself" for name in self)
+        return f"Recording(layers: {len(self)}, calls: {sum(map(len, self._calls.values()))}; {names})"
 
     def heads(self, layer: str | int | None = None) -> list[Row]:
         """One row a head, with the mean of every recorded statistic.

