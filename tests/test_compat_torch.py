@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.compat import MultiheadAttention
+from clearhead.compat.torch import ROWS
 
 B, L, S, D, H = 2, 5, 7, 12, 3
 DOUBLE = torch.float64
@@ -397,6 +398,22 @@ def test_structure_of_masks_is_kept() -> None:
         ours(*given, **options)
         assert repr(found[-1]["mask"]) == repr(ch.Causal(align="start") & ch.KeyPadding(real=~PADDING))
         assert found[-1]["attn_bias"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, DOUBLE])
+def test_a_long_mask_is_causal_only_if_its_last_rows_are(dtype: torch.dtype) -> None:
+    ours, theirs = pair(batch_first=True)
+    found: list[dict[str, Any]] = []
+    ours.core.register_forward_pre_hook(lambda _, args, options: found.append(options), with_kwargs=True)
+    x = numbers(1, ROWS + 7, D)
+    future = torch.ones(ROWS + 7, ROWS + 7, dtype=torch.bool).triu(1)
+    for spoilt in (False, True):
+        mask = future.clone()
+        mask[-1, 2] = spoilt
+        mask = mask if dtype == torch.bool else additive(mask)
+        output = ours(x, x, x, attn_mask=mask, need_weights=False)[0]
+        close(output, truth(theirs, x, x, x, attn_mask=mask)[0])
+        assert isinstance(found[-1]["mask"], ch.Causal) is not spoilt
 
 
 # -- nested tensors -----------------------------------------------------------------------------------------------
