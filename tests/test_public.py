@@ -19,13 +19,16 @@ NAMES = [
     "Blocked",
     "Causal",
     "KeyPadding",
+    "Knockout",
     "Mask",
     "MaskError",
     "MultiHeadAttention",
     "Observe",
+    "Patch",
     "Prefix",
     "QueryPadding",
     "Recording",
+    "ScaleHeads",
     "Seen",
     "Segments",
     "ShapeError",
@@ -35,6 +38,7 @@ NAMES = [
     "attention",
     "convert",
     "detach",
+    "intervene",
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",
@@ -45,7 +49,7 @@ EXTRAS = ["matplotlib", "transformers", "tokenizers", "safetensors", "gt_all_min
 DEVELOPMENT = ["pytest", "hypothesis", "IPython", "pandas"]
 
 callables = [name for name in clearhead.__all__ if not name.endswith("Error")]
-without_shapes = ["Causal", "Window", "At", "Seen", "attach", "detach"]
+without_shapes = ["Causal", "Window", "At", "Seen", "attach", "detach", "intervene"]
 
 
 def test_all_is_the_contract() -> None:

@@ -6,6 +6,7 @@ from clearhead.compat import convert
 from clearhead.compat.attach import attach, detach
 from clearhead.errors import BackendError, MaskError, ShapeError, TooLargeError
 from clearhead.functional import attention
+from clearhead.intervene import Knockout, Patch, ScaleHeads, intervene
 from clearhead.masks import (
     Allowed,
     Blocked,
@@ -36,13 +37,16 @@ __all__ = [
     "Blocked",
     "Causal",
     "KeyPadding",
+    "Knockout",
     "Mask",
     "MaskError",
     "MultiHeadAttention",
     "Observe",
+    "Patch",
     "Prefix",
     "QueryPadding",
     "Recording",
+    "ScaleHeads",
     "Seen",
     "Segments",
     "ShapeError",
@@ -52,6 +56,7 @@ __all__ = [
     "attention",
     "convert",
     "detach",
+    "intervene",
     "mask_from_mha",
     "mask_from_sdpa",
     "pad",

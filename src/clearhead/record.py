@@ -15,10 +15,9 @@ from clearhead.compat.call import Call, Run, look_at
 from clearhead.compat.cores import handling_core, has_core
 from clearhead.compat.transformers import Handler, handling
 from clearhead.compat.transformers_layers import attention_layers
+from clearhead.layers import Layers, choose_layers
 from clearhead.observe import Observe, Seen
 from clearhead.recording import Recording
-
-Layers = int | str | slice | Sequence[int | str] | None
 
 
 @contextmanager
@@ -73,7 +72,7 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
     torchs, unheard = torch_layers.attention_modules(model)
     recordable = {*own, *foreign, *torchs}
     _check_model(model, names, recordable, past, {names[module]: why for module, why in unheard.items()})
-    chosen = _chosen({name: module for module, name in names.items() if module in recordable}, layers)
+    chosen = choose_layers({name: module for module, name in names.items() if module in recordable}, layers)
     recording = Recording(list(names.values()))
 
     def handle(call: Call, run: Run) -> Tensor:
@@ -95,7 +94,7 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
             handler = stack.enter_context(handling(model, Handler(handle, mine, listens=True)))
         for module in own:
             if module in chosen:
-                stack.enter_context(handling_core(module, handle))
+                stack.enter_context(handling_core(module, handle, listens=True))
         stack.enter_context(torch_layers.listening(model, chosen.intersection(torchs), heard))
         yield recording
         if foreign and (missed := [names[module] for module in names if module in handler.ran - handler.handled]):
@@ -108,40 +107,6 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
 def _kept(seen: Seen) -> Seen:
     """What stays as it was seen: a static cache is written over in place."""
     return seen.with_fields({name: seen[name].clone() for name in ("key", "value") if name in seen})
-
-
-def _chosen(named: dict[str, nn.Module], layers: Layers) -> set[nn.Module]:
-    """The layers that are asked for, by name or number.
-
-    Raises:
-        KeyError: there is no such layer.
-        TypeError: neither names nor numbers.
-    """
-    everything = list(named)
-    if layers is None:
-        return set(named.values())
-    found: set[str] = set()
-    for layer in (layers,) if isinstance(layers, int | str | slice) else layers:
-        if isinstance(layer, slice):
-            found.update(everything[layer])
-        elif isinstance(layer, str):
-            under = [name for name in everything if name == layer or name.startswith(f"{layer}.")]
-            if not under:
-                raise KeyError(f"there is no attention layer {layer!r}, and none below it: {_listed(everything)}.")
-            found.update(under)
-        elif isinstance(layer, int) and not isinstance(layer, bool):
-            if not -len(everything) <= layer < len(everything):
-                raise KeyError(f"there is no attention layer {layer}: {_listed(everything)}.")
-            found.add(everything[layer])
-        else:
-            raise TypeError(f"layers takes names, numbers, a list of them or a slice, not {layers!r}.")
-    if not found:
-        raise KeyError(f"layers={layers!r} chooses none: {_listed(everything)}.")
-    return {named[name] for name in found}
-
-
-def _listed(names: list[str]) -> str:
-    return f"there are {len(names)}, {', '.join(map(repr, names))}"
 
 
 def _check_model(

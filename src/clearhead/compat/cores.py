@@ -22,21 +22,38 @@ def has_core(module: nn.Module) -> bool:
 
 
 @contextmanager
-def handling_core(mha: nn.Module, handle: Handle) -> Iterator[None]:
-    """While this lasts, `handle` gets the calls of the module's core; of several handles the last comes first."""
+def handling_core(mha: nn.Module, handle: Handle, *, listens: bool = False) -> Iterator[None]:
+    """While this lasts, `handle` gets the calls of the module's core.
+
+    Args:
+        mha: the module.
+        handle: gets each `Call` and a way to run it, and returns the context.
+        listens: whether it changes nothing; it then sees what the others have changed.
+
+    Raises:
+        ValueError: a second one that listens.
+    """
     core = mha.get_submodule("core")
     instead = vars(core).get("forward")
     if not isinstance(instead, _Instead):
         instead = _Instead(mha)
-    listening = mha.register_forward_pre_hook(instead.before, with_kwargs=True)
-    instead.handles.append(handle)
+    if listens and instead.listener is not None:
+        raise ValueError(f"{type(mha).__name__} is being recorded already: ask for all you want in one Observe.")
+    before = mha.register_forward_pre_hook(instead.before, with_kwargs=True)
+    if listens:
+        instead.listener = handle
+    else:
+        instead.handles.append(handle)
     vars(core)["forward"] = instead
     try:
         yield
     finally:
-        listening.remove()
-        instead.handles.remove(handle)
-        if not instead.handles and vars(core).get("forward") is instead:
+        before.remove()
+        if listens:
+            instead.listener = None
+        else:
+            instead.handles.remove(handle)
+        if not instead.handles and instead.listener is None and vars(core).get("forward") is instead:
             del vars(core)["forward"]
 
 
@@ -46,6 +63,7 @@ class _Instead:
     def __init__(self, mha: nn.Module) -> None:
         self.mha = mha
         self.handles: list[Handle] = []
+        self.listener: Handle | None = None
         self._call = threading.local()
 
     def before(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -70,8 +88,8 @@ class _Instead:
             return context, None if more is None else look_at(asked._replace(context=context), more)
 
         around: Run = run
-        for handle in self.handles:
-            around = _around(handle, around)
+        for handle in (self.listener, *self.handles):  # the last is called first
+            around = around if handle is None else _around(handle, around)
         context, _ = around(call)
         return context if observe is None or seen is None else (context, seen)
 
