@@ -72,13 +72,14 @@ def _only(observe: Observe, names: list[str]) -> Observe:
 
 def _sharpness(sight: Sight, observe: Observe) -> dict[str, Tensor]:
     """The largest weight, log-sum-exp and entropy of each query, which share their work; those asked for."""
-    max_weight = sight.weights.amax(dim=-1)  # 0 in a dead row
+    top, max_weight = sight.scores.amax(dim=-1), sight.weights.amax(dim=-1)  # -inf and 0 in a dead row
     # The largest weight is exp(largest score - lse): two maxima instead of another pass of exponentials.
-    lse = torch.where(max_weight == 0, -torch.inf, sight.scores.amax(dim=-1) - max_weight.log())
+    lse = torch.where(max_weight == 0, -torch.inf, top - max_weight.log())
     found = {"max_weight": max_weight, "lse": lse}
     if observe.entropy:
-        # -sum w log w with log w = score - lse: exact for small weights, and hidden ones count as 0.
-        log_weights = sight.scores - lse[..., None]
+        # -sum w log w with log w = score - lse: exact for small weights, and hidden ones count as 0. Beside a score
+        # of 1e38 the lse itself has no room for the log of the largest weight.
+        log_weights = sight.scores - top[..., None] + max_weight.log()[..., None]
         if sight.visible is not None:
             log_weights = log_weights.masked_fill(~sight.visible, 0.0)
         found["entropy"] = 0.0 - (sight.weights * log_weights).sum(dim=-1)
