@@ -158,7 +158,7 @@ def test_all_keeps_everything_that_needs_no_argument() -> None:
     x = torch.randn(2, 3, 5, 7)
     _, seen = ch.attention(x, x, x, observe=ch.Observe.all())
     assert set(seen) == {
-        "lse", "entropy", "max_weight", "distance", "received",
+        "lse", "entropy", "max_weight", "distance", "received", "rest",
         "weights", "scores", "masked_scores", "dropped_weights", "query", "key", "value", "context",
     }  # fmt: skip
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Choice = int | Sequence[int] | slice | None
 
-STATISTICS = ("lse", "entropy", "max_weight", "distance", "received", "top_k", "mass", "offsets", "pooled")
+STATISTICS = ("lse", "entropy", "max_weight", "distance", "received", "rest", "top_k", "mass", "offsets", "pooled")
 MAPS = ("scores", "masked_scores", "weights", "dropped_weights")
 SPLIT = ("query", "key", "value", "context")
 # More than any text has: what is larger asks for more memory than there is.
@@ -91,12 +91,14 @@ class Observe:
     `grad`. A dead row (a query that sees nothing) has weights 0, entropy 0, lse -inf and counts in no mean.
 
     Args:
-        lse: log of the sum of exponentiated scores, (B, Hq, L).
-        entropy: of the weights, in nats: ``lse - sum_j w_j s_j``, (B, Hq, L). Clark et al. 2019 (1906.04341).
+        lse: log of the sum of exponentiated scores, the sink's among them, (B, Hq, L).
+        entropy: of the weights, in nats: ``-sum_j w_j log w_j``, (B, Hq, L). Clark et al. 2019 (1906.04341).
         max_weight: the largest weight of each query, (B, Hq, L). Voita et al. 2019 (1905.09418).
         distance: mean |query position - key position|, (B, Hq, L). Vig & Belinkov 2019 (1906.04284).
         received: attention that each key receives, summed over the queries, (B, Hq, S). H2O (2306.14048).
             Padded queries count unless the mask hides them by a `QueryPadding`, as `record` adds one.
+        rest: 1 - the sum of a row's weights, the share of its head's sink, (B, Hq, L); 0 without sinks and in dead
+            rows. The other statistics are sums over the keys. Xiao et al. 2023 (2309.17453).
         top_k: the k strongest keys of each query: a pair (weights, int32 key indices), each (B, Hq, L, k);
             short rows are filled with weight 0 and index -1.
         mass: ``{name: bool (B|1, S)}``: the weight that falls on each group of keys, a dict of (B, Hq, L).
@@ -105,7 +107,7 @@ class Observe:
         pooled: n; a pair (mean, max) of n x n maps that cover the whole head, (B, Hq, n, n), cut as
             ``adaptive_avg_pool2d`` does; dead rows count in no mean.
         weights: attention weights; True for all of them, or an `At`. (B, heads, queries, keys)
-        scores: scaled scores with the bias, before the mask; True or an `At`.
+        scores: scaled scores, capped, with the bias, before the mask; True or an `At`.
         masked_scores: the same with -inf where hidden; True or an `At`.
         dropped_weights: weights after dropout, as multiplied with the values; True or an `At`.
         query: split into heads, (B, Hq, L, E).
@@ -137,6 +139,7 @@ class Observe:
     max_weight: bool = False
     distance: bool = False
     received: bool = False
+    rest: bool = False
     top_k: int | None = None
     mass: Mapping[str, Tensor] | None = None
     offsets: Sequence[int] | None = None

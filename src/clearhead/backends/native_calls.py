@@ -108,13 +108,17 @@ def context_like(query: Tensor, value: Tensor) -> Tensor:
 def forward(
     piece: Piece, observe: Observe | None = None, *, need_lse: bool = True
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """Context (B, Hq, L, Ev), lse (B, Hq, L) if needed or seen on the way, and statistics that were asked for."""
+    """Context (B, Hq, L, Ev), lse if needed or seen on the way, and statistics that were asked for.
+
+    The lse is (B, Hq, L, 2): the nearest float, and what it is short of. Beside a score of 1e38 a float has no room
+    for the log of the sum, and weights computed from it would be that many times too large.
+    """
     query, key, value = piece.query, piece.key, piece.value
     kernels = _kernels()
     B, H, L, _ = query.shape
     context = context_like(query, value)
     need_lse = need_lse or (observe is not None and (observe.lse or observe.received))
-    lse = query.new_empty((B, H, L), dtype=torch.float32) if need_lse else None
+    lse = query.new_empty((B, H, L, 2), dtype=torch.float32) if need_lse else None
     room = None if observe is None else _room(query, key, observe)
     seen = None if room is None else room.as_tuple()
     outcome = kernels.forward(query, key, value, context, lse, *piece.rest(), False, seen)
@@ -139,7 +143,7 @@ def statistics(piece: Piece, observe: Observe) -> dict[str, Any]:
     if room is None:
         return {}
     B, H, L, _ = piece.query.shape
-    lse = piece.query.new_empty((B, H, L), dtype=torch.float32)
+    lse = piece.query.new_empty((B, H, L, 2), dtype=torch.float32)
     kernels = _kernels()
     tensors = (piece.query, piece.key, piece.value, None, lse)
     outcome = kernels.forward(*tensors, *piece.rest(), False, room.as_tuple())
@@ -151,7 +155,10 @@ def statistics(piece: Piece, observe: Observe) -> dict[str, Any]:
 def backward(
     piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key and value, each like its tensor, and of the bias (float32) if asked for."""
+    """Gradients of query, key and value, each like its tensor, and of the bias (float32) if asked for.
+
+    Context and lse are `forward`'s.
+    """
     tensors = (piece.query, piece.key, piece.value)
     dbias = None if piece.bias is None or not bias_grad else torch.zeros_like(piece.bias, dtype=torch.float32)
     wanted = (room_like(piece.query), room_like(piece.key), room_like(piece.value), dbias)
@@ -172,9 +179,10 @@ def _backward_of_non_finite(
     """
     request = piece.as_request()
     finite, aside = set_aside(request)
-    spoilt = torch.zeros_like(lse, dtype=torch.bool) if aside is None else aside.spoilt()
+    alive = lse[..., 0] != -torch.inf
+    spoilt = torch.zeros_like(alive) if aside is None else aside.spoilt()
     non_finite = ~torch.isfinite(dcontext).all(dim=-1)
-    broken = non_finite & ~spoilt & (lse != -torch.inf)
+    broken = non_finite & ~spoilt & alive
     keep = ~(spoilt | non_finite)[..., None]
     piece = piece.of(finite).packed()
     given = (torch.where(keep, context, 0.0).contiguous(), lse)
@@ -257,8 +265,8 @@ class _Room:
     def found(self, lse: Tensor | None, observe: Observe) -> dict[str, Any]:
         """By the names of `Observe`."""
         fields: dict[str, Any] = dict(self.fields)
-        if observe.lse:
-            fields["lse"] = lse
+        if observe.lse and lse is not None:
+            fields["lse"] = lse[..., 0].contiguous()
         if "top weights" in fields:
             fields["top_k"] = (fields.pop("top weights"), fields.pop("top keys"))
         if "mass" in fields:
