@@ -42,7 +42,8 @@ constexpr int MAX_GROUPS = 16, MAX_OFFSETS = 64;
 
 // What is looked at; null or 0: not asked for. Contiguous, (B, H, L) unless said otherwise.
 struct Statistics {
-  float *lse, *entropy, *max_weight, *distance;
+  float *lse; // (B, H, L, 2): the nearest float, and what it is short of, which beside 1e38 is all of log(sum)
+  float *entropy, *max_weight, *distance;
   float *received; // (B, H, S)
   int64_t top;
   float *top_weights; // (B, H, L, top)

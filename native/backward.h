@@ -14,7 +14,7 @@ constexpr int64_t BACKWARD_KEYS = 128;
 struct BackwardRoom {
   float *query_rows, *query, *context_rows, *context; // query and the context's gradient: rows, and turned
   float *dquery, *P, *dS, *grid, *grid_rows, *keys, *values;
-  float *lse, *delta;
+  float *lse, *lse_rest, *delta;
   bool pairs; // products go by pairs: of features, of rows, of keys
   float *query_pairs, *context_pairs, *query_row_pairs, *context_row_pairs, *P_words, *dS_words, *dS_pairs;
   Turned turned_keys;
@@ -33,6 +33,7 @@ struct BackwardRoom {
     keys = a.take(n * padded(p.E));
     values = a.take(n * padded(p.Ev));
     lse = a.take(ROWS);
+    lse_rest = a.take(ROWS);
     delta = a.take(ROWS);
     pairs = by_pairs(p);
     if (!pairs) return;
@@ -49,7 +50,7 @@ struct BackwardRoom {
 
 // The block's query rows, the gradient of their context, and the sum of each row's dC * C.
 static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
-  for (int64_t r = 0; r < k.count; r++) k.dead[r] = k.dead[r] || p.seen.lse[k.row(p, r)] == -INF;
+  for (int64_t r = 0; r < k.count; r++) k.dead[r] = k.dead[r] || p.seen.lse[2 * k.row(p, r)] == -INF;
   read_rows(p, k, p.query, p.E, w.pairs ? 1 : p.scale, w.query_rows, padded(p.E), w.query);
   read_rows(p, k, p.gradient.context, p.Ev, 1, w.context_rows, padded(p.Ev), w.context);
   Scan::rows(p, w.query_rows, padded(p.E), k.count, padded(p.E));
@@ -62,9 +63,10 @@ static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
   }
   for (int64_t r = 0; r < k.width; r++) {
     w.lse[r] = INF; // of a dead row all weights are 0
-    w.delta[r] = 0;
+    w.lse_rest[r] = w.delta[r] = 0;
     if (k.dead[r]) continue;
-    w.lse[r] = p.seen.lse[k.row(p, r)];
+    w.lse[r] = p.seen.lse[2 * k.row(p, r)];
+    w.lse_rest[r] = p.seen.lse[2 * k.row(p, r) + 1];
     read_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, 1, w.values);
     for (int64_t e = 0; e < p.Ev; e++) w.delta[r] += w.values[e] * w.context_rows[r * padded(p.Ev) + e];
   }
@@ -93,7 +95,7 @@ static bool gradients_of_scores(const Problem &p, const Block &k, const Backward
     for (int64_t r = 0; r < width; r += LANES) {
       float *P = w.P + j * width + r, *dS = w.dS + j * width + r;
       // Never above 0, but for rounding: of scores of 1e18 that would be a weight of infinity.
-      vec log_weight = load(P) - load(w.lse + r), dW = load(dS);
+      vec log_weight = load(P) - load(w.lse + r) - load(w.lse_rest + r), dW = load(dS);
       vec weight = exp(log_weight > splat(0) ? splat(0) : log_weight);
       if (p.dropout.on) {
         ivec keep = kept(p, k, from + j, r);

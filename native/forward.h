@@ -135,7 +135,11 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
       write_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, dead ? 1 : inverse[r], context);
     }
     const float log_sum = dead || !(seen.lse || seen.entropy) ? 0 : __builtin_logf(s.sum[r]);
-    if (seen.lse) seen.lse[i] = dead ? -INF : s.top[r] + log_sum;
+    if (seen.lse) {
+      const float lse = dead ? -INF : s.top[r] + log_sum;
+      seen.lse[2 * i] = lse;
+      seen.lse[2 * i + 1] = dead ? 0 : s.top[r] - lse + log_sum;
+    }
     if (seen.entropy) seen.entropy[i] = dead ? 0 : log_sum - s.surprise[r] * inverse[r];
     if (seen.max_weight) seen.max_weight[i] = inverse[r];
     if (seen.distance) seen.distance[i] = dead ? 0 : s.far[r] * inverse[r];

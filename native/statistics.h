@@ -105,9 +105,10 @@ static void received(const Problem *problem, float *scratch, int64_t task) {
   const int64_t start = run * p.key_run, stop = min(p.S, start + p.key_run);
   for (int64_t g = 0; g < group; g++) memset(to + g * p.S + start, 0, max(0, stop - start) * 4);
   read_queries(p, k, w);
-  float lse[ROWS], alive[ROWS];
+  float lse[ROWS], rest[ROWS], alive[ROWS];
   for (int64_t r = 0; r < k.width; r++) {
-    lse[r] = r < k.count ? p.seen.lse[k.row(p, r)] : -INF;
+    lse[r] = r < k.count ? p.seen.lse[2 * k.row(p, r)] : -INF;
+    rest[r] = r < k.count ? p.seen.lse[2 * k.row(p, r) + 1] : 0;
     alive[r] = lse[r] == -INF ? 0 : 1;
     if (lse[r] == -INF) lse[r] = 0;
   }
@@ -118,7 +119,7 @@ static void received(const Problem *problem, float *scratch, int64_t task) {
     for (int64_t i = 0; i < n; i++)
       for (int64_t r = 0; r < k.width; r += LANES) {
         float *x = w.P + i * k.width + r;
-        store(x, exp(load(x) - load(lse + r)));
+        store(x, exp(load(x) - load(lse + r) - load(rest + r)));
       }
     add_received(p, k, j, n, w.P, alive, to);
   }

@@ -229,6 +229,16 @@ BIASES = {
     "bias-hides-hk": Bias("hk", hides=True),
     "bias-far": Bias("hk", shift=100.0),
 }
+# Far from one cap scores are bent strongly, far from the other hardly.
+SOFTCAPS = {"no-cap": None, "cap-0.6": 0.6, "cap-7": 7.0}
+
+
+class Sinks(NamedTuple):
+    hides: bool = False  # some -inf: heads without one
+    shift: float = 0.0
+
+
+SINKS = {"no-sinks": None, "sinks": Sinks(), "sinks-hide": Sinks(hides=True), "sinks-far": Sinks(shift=4.0)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,9 +251,12 @@ class Inputs:
     mask: ch.Mask | Tensor | None
     attn_bias: Tensor | None
     scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
 
     def options(self) -> dict[str, object]:
-        return {"mask": self.mask, "attn_bias": self.attn_bias, "scale": self.scale}
+        names = ("mask", "attn_bias", "scale", "softcap", "sinks")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -256,9 +269,12 @@ class Case:
     bias: str = "no-bias"
     scale: str = "default"
     layout: str = "bhle"
+    softcap: str = "no-cap"
+    sinks: str = "no-sinks"
 
     def __str__(self) -> str:
-        return "/".join(getattr(self, field.name) for field in fields(self))
+        seldom = [name for name in (self.softcap, self.sinks) if not name.startswith("no-")]
+        return "/".join([*(getattr(self, field.name) for field in fields(self)[:6]), *seldom])
 
     @property
     def sizes(self) -> Sizes:
@@ -306,7 +322,8 @@ class Case:
 
         query, key = laid_out(s.Hq, s.L, s.E), laid_out(s.Hkv, s.S, s.E)
         value = laid_out(s.Hkv, s.S, s.Ev)
-        return Inputs(query, key, value, self.built[0], self._bias(normal), SCALES[self.scale])
+        bias, sinks = self._bias(normal), self._sinks(normal)
+        return Inputs(query, key, value, self.built[0], bias, SCALES[self.scale], SOFTCAPS[self.softcap], sinks)
 
     @property
     def bias_shape(self) -> tuple[int, ...]:
@@ -332,6 +349,15 @@ class Case:
         bias = bias + kind.shift
         return (bias[0, 0] if kind.axes == "qk" else self.plain(bias)).to(dtype)
 
+    def _sinks(self, normal: Callable[..., Tensor]) -> Tensor | None:
+        kind, heads = SINKS[self.sinks], self.sizes.Hq
+        if kind is None:
+            return None
+        sinks = normal(heads) + kind.shift
+        if kind.hides:
+            sinks = sinks.masked_fill(torch.arange(heads) % 2 == 0, -torch.inf)
+        return sinks.to(torch.promote_types(self.torch_dtype, torch.float32) if kind.shift else self.torch_dtype)
+
     @property
     def truth(self) -> oracle.Truth:
         """The double loop on the inputs as they are after rounding to the dtype."""
@@ -353,4 +379,5 @@ def _truth(case: Case) -> oracle.Truth:
     if given.attn_bias is not None:
         bias = case.full_bias(given.attn_bias).double().numpy()
     _, sees = case.built
-    return oracle.attend(query, key, value, sees, bias, given.scale)
+    sinks = None if given.sinks is None else given.sinks.double().numpy()
+    return oracle.attend(query, key, value, sees, bias, given.scale, given.softcap, sinks)

@@ -51,8 +51,9 @@ def expected_reasons(
 ) -> list[str]:
     """Patterns of the reasons that `backend` must give for a case; none = it must do it."""
     s = case.sizes
+    more = [name for name in ("softcap", "sinks") if not getattr(case, name).startswith("no-")]
     if backend == "native":
-        return ["float64"] if case.dtype == "f64" else []
+        return more + (["float64"] if case.dtype == "f64" else [])
     if backend != "sdpa":
         return []
     scale = case.inputs().scale
@@ -63,7 +64,7 @@ def expected_reasons(
         r"scale \S+ <= 0": scale is not None and scale <= 0,
         "bias needs a gradient": bias_grad and case.bias != "no-bias",
     }
-    return [pattern for pattern, applies in told.items() if applies]
+    return more + [pattern for pattern, applies in told.items() if applies]
 
 
 def with_backends(cases: Iterable[Case]) -> list[tuple[Case, str]]:
@@ -111,15 +112,17 @@ def perform(run: Run) -> Found:
     tensors = {"query": given.query, "key": given.key, "value": given.value}
     if given.attn_bias is not None:
         tensors["bias"] = given.attn_bias
+    if given.sinks is not None:
+        tensors["sinks"] = given.sinks
     bias_grad = not expected_reasons(run.case, run.backend, bias_grad=True)
     leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items() if name != "bias" or bias_grad}
-    call = _call_of(run, given.scale)
+    call = _call_of(run, given.scale, given.softcap)
     if run.how == "compiled":
         torch.compiler.reset()
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
     torch.manual_seed(SEED)
     with tiling(run.cut), torch.set_grad_enabled(run.grad == "grad"):
-        out, seen = call(given.query, given.key, given.value, given.mask, given.attn_bias)
+        out, seen = call(given.query, given.key, given.value, given.mask, given.attn_bias, given.sinks)
         if run.form == "module":  # which always has all axes
             out, seen = pytree.tree_map(run.case.plain, (out, seen))
         gradients: dict[str, Tensor] = {}
@@ -129,15 +132,18 @@ def perform(run: Run) -> Found:
     return Found(out, seen, gradients)
 
 
-def _call_of(run: Run, scale: float | None) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """(query, key, value, mask, bias) -> (output, what is seen): by the function, or by a module that projects
+def _call_of(run: Run, scale: float | None, softcap: float | None) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+    """(query, key, value, mask, bias, sinks) -> (output, what is seen): by the function, or by a module that projects
     nothing."""
     case, observe = run.case, observe_of(run)
     s = case.sizes
 
-    def function(query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Tensor | None) -> Any:
+    def function(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Tensor | None, sinks: Tensor | None
+    ) -> Any:
         dropout_p = DROPOUT_P if run.mode == "drops" else 0.0
         options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "backend": run.backend}
+        options |= {"softcap": softcap, "sinks": sinks}
         if observe is None:
             return ch.attention(query, key, value, mask, attn_bias=bias, **options), {}
         out, seen = ch.attention(query, key, value, mask, attn_bias=bias, observe=observe, **options)
@@ -157,7 +163,7 @@ def _call_of(run: Run, scale: float | None) -> Callable[..., tuple[Tensor, dict[
     ).train(run.mode != "eval")
     mha.q_proj = mha.k_proj = mha.v_proj = mha.out_proj = torch.nn.Identity()
 
-    def module(query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Tensor | None) -> Any:
+    def module(query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Tensor | None, _: None) -> Any:
         inputs = [case.full(tensor).transpose(1, 2).flatten(2) for tensor in (query, key, value)]
         bias = None if bias is None else case.full_bias(bias)
         found = mha(*inputs, mask=mask, attn_bias=bias, observe=observe, backend=run.backend)
@@ -223,9 +229,11 @@ def measure(run: Run) -> list[Measured]:
                 axes = tuple(axis for axis, size in enumerate(case.bias_shape) if size == 1)
                 wanted = wanted.sum(axis=axes, keepdims=True)
                 gradient = case.full_bias(gradient)
-            else:
+            elif name != "sinks":
                 gradient = case.full(gradient)
-            error = error_of(gradient, wanted, f"{run} {what}", scale=sizes[name])
+            # Far below a bias of 100 a sink's share, and its gradient, are less than the dtype can hold.
+            least = max(torch.finfo(case.torch_dtype).tiny, 1e-30) if name == "sinks" else 0.0
+            error = error_of(gradient, wanted, f"{run} {what}", scale=max(sizes[name], least))
             measured.append(Measured("gradients", what, error, allowed))
     if seen:
         measured += _measure_seen(run, truth, seen)
@@ -282,7 +290,7 @@ MAPS = ("weights", "scores", "masked_scores", "dropped_weights")
 SPLIT = ("query", "key", "value", "context")
 STATISTICS = (
     "lse", "entropy", "max_weight", "max_score", "distance", "received", "received_mean", "value_weighted",
-    "contribution", "agreement",
+    "contribution", "agreement", "rest",
 )  # fmt: skip
 
 
@@ -363,7 +371,7 @@ def _measure_seen(run: Run, truth: oracle.Truth, seen: dict[str, Any]) -> list[M
         error = error_of(got[name], case.plain(expected), f"{run} {name}", scale)
         measured.append(Measured("statistics", name, error, allowed))
     dead = torch.from_numpy(case.plain(~truth.alive))
-    for name in {"entropy", "max_weight", "distance", "weights"} & set(got):
+    for name in {"entropy", "max_weight", "distance", "rest", "weights"} & set(got):
         assert not got[name][dead].any(), f"{run} {name}: not exactly zero in a dead row"
     if run.observe == "maps":
         hidden = torch.from_numpy(case.plain(~truth.visible))

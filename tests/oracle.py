@@ -100,6 +100,8 @@ class Truth:
     max_weight: Array
     distance: Array
     received: Array  # (B, Hq, S)
+    rest: Array  # (B, Hq, L), what the sink takes
+    slopes: Array  # (B, Hq, L, S), of the scores by what they were before they were capped
     drops: Array | float = 1.0  # the factor of each weight: 0 where dropped, 1 / (1 - p) where kept
 
     def _group(self, h: int) -> int:
@@ -255,13 +257,14 @@ class Truth:
         return mean, top
 
     def gradients(self, output: Array) -> tuple[dict[str, Array], dict[str, float]]:
-        """By hand, for a gradient of the output: of query, key, value and an L x S bias.
+        """By hand, for a gradient of the output: of query, key, value, an L x S bias and the sinks.
 
         Also the largest sum of absolute terms of each, which is what its rounding errors are made of: a
         gradient may cancel to nothing, as that of a query that sees one key does.
         """
         B, H, L, S = self.scores.shape
         given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.scores}
+        given["sinks"] = np.zeros(H)
         found = {name: np.zeros_like(array) for name, array in given.items()}
         terms = {name: np.zeros_like(array) for name, array in given.items()}
         drops = np.broadcast_to(self.drops, self.scores.shape)
@@ -272,24 +275,35 @@ class Truth:
             sizes = [float(np.abs(by_output) @ np.abs(self.value[b, g, k])) * drop[k] for k in range(S)]
             mean = sum(weights[k] * by_weight[k] for k in range(S))
             mean_size = sum(weights[k] * sizes[k] for k in range(S))
+            # Its weight times what its value, 0, would give, less the mean.
+            found["sinks"][h] -= self.rest[b, h, q] * mean
+            terms["sinks"][h] += self.rest[b, h, q] * mean_size
             for k in range(S):
                 score = weights[k] * (by_weight[k] - mean)
+                slope = self.slopes[b, h, q, k] * self.scale
                 found["value"][b, g, k] += weights[k] * drop[k] * by_output
-                found["query"][b, h, q] += score * self.scale * self.key[b, g, k]
-                found["key"][b, g, k] += score * self.scale * self.query[b, h, q]
+                found["query"][b, h, q] += score * slope * self.key[b, g, k]
+                found["key"][b, g, k] += score * slope * self.query[b, h, q]
                 found["bias"][b, h, q, k] += score
                 size = weights[k] * (sizes[k] + mean_size)
                 terms["value"][b, g, k] += weights[k] * drop[k] * np.abs(by_output)
-                terms["query"][b, h, q] += size * np.abs(self.scale * self.key[b, g, k])
-                terms["key"][b, g, k] += size * np.abs(self.scale * self.query[b, h, q])
+                terms["query"][b, h, q] += size * np.abs(slope * self.key[b, g, k])
+                terms["key"][b, g, k] += size * np.abs(slope * self.query[b, h, q])
                 terms["bias"][b, h, q, k] += size
         return found, {name: float(array.max(initial=0.0)) for name, array in terms.items()}
 
 
 def attend(
-    query: Array, key: Array, value: Array, sees: Sees, bias: Array | None = None, scale: float | None = None
+    query: Array,
+    key: Array,
+    value: Array,
+    sees: Sees,
+    bias: Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Truth:
-    """The double loop. Four axes each; `bias` broadcasts to (B, Hq, L, S) and its -inf hides."""
+    """The double loop. Four axes each; `bias` broadcasts to (B, Hq, L, S) and its -inf hides; sinks (Hq,)."""
     B, H, L, E = query.shape
     S, Ev = key.shape[2], value.shape[3]
     group = H // key.shape[1]
@@ -299,17 +313,24 @@ def attend(
     visible = np.zeros((B, H, L, S), dtype=bool)
     output, received = np.zeros((B, H, L, Ev)), np.zeros((B, H, S))
     lse, entropy = np.full((B, H, L), -np.inf), np.zeros((B, H, L))
-    max_weight, distance = np.zeros((B, H, L)), np.zeros((B, H, L))
+    max_weight, distance, rest = np.zeros((B, H, L)), np.zeros((B, H, L)), np.zeros((B, H, L))
+    slopes = np.ones((B, H, L, S))
     for b, h, q in np.ndindex(B, H, L):
         at, g = (b, h, q), h // group
         for k in range(S):
-            scores[b, h, q, k] = scale * float(query[b, h, q] @ key[b, g, k]) + bias[b, h, q, k]
+            score = scale * float(query[b, h, q] @ key[b, g, k])
+            if softcap is not None:
+                capped = softcap * math.tanh(score / softcap)
+                score, slopes[b, h, q, k] = capped, 1 - (capped / softcap) ** 2
+            scores[b, h, q, k] = score + bias[b, h, q, k]
             visible[b, h, q, k] = sees(b, h, q, k) and bias[b, h, q, k] != -np.inf
         seen = [k for k in range(S) if visible[b, h, q, k]]
         if not seen:
             continue
-        top = max(scores[b, h, q, k] for k in seen)
-        lse[at] = top + math.log(math.fsum(math.exp(scores[b, h, q, k] - top) for k in seen))
+        logits = [scores[b, h, q, k] for k in seen] + ([] if sinks is None else [float(sinks[h])])
+        top = max(logits)
+        lse[at] = top + math.log(math.fsum(math.exp(logit - top) for logit in logits))
+        rest[at] = 0.0 if sinks is None else math.exp(sinks[h] - lse[at])
         for k in seen:
             log_weight = scores[b, h, q, k] - lse[at]
             weight = math.exp(log_weight)
@@ -319,6 +340,5 @@ def attend(
             max_weight[at] = max(max_weight[at], weight)
             distance[at] += weight * abs(q + S - L - k)
             received[b, h, k] += weight
-    return Truth(
-        query, key, value, scale, scores, visible, weights, output, lse, entropy, max_weight, distance, received
-    )
+    statistics = (lse, entropy, max_weight, distance, received, rest)
+    return Truth(query, key, value, scale, scores, visible, weights, output, *statistics, slopes)

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, fields
 from functools import cache
 
-from cases import BIASES, DTYPES, EMPTY_SHAPES, LAYOUTS, LONE, MASKS, PAIRED, SCALES, SHAPES, Case
+from cases import BIASES, DTYPES, EMPTY_SHAPES, LAYOUTS, LONE, MASKS, PAIRED, SCALES, SHAPES, SINKS, SOFTCAPS, Case
 from clearhead.backends import BACKENDS
 from covering import covering
 
@@ -27,6 +27,8 @@ FACTORS: dict[str, dict[str, float]] = {
     "bias": dict.fromkeys(BIASES, 1) | {"no-bias": 10},
     "scale": dict.fromkeys(SCALES, 1) | {"default": 5},
     "layout": dict.fromkeys(LAYOUTS, 1) | {"bhle": 3},
+    "softcap": dict.fromkeys(SOFTCAPS, 1) | {"no-cap": 5},
+    "sinks": dict.fromkeys(SINKS, 1) | {"no-sinks": 6},
     "backend": dict.fromkeys(BACKENDS, 1),
     "form": {"function": 3, "module": 1},  # attention(), or MultiHeadAttention around it
     "mode": {"eval": 3, "train": 3, "drops": 1},  # the last two with dropout_p 0 and above
@@ -35,7 +37,7 @@ FACTORS: dict[str, dict[str, float]] = {
     "how": {"eager": 1, "compiled": 0.001},
     "cut": {"whole": 1, "rows": 1, "single": 1},  # into tiles
 }
-CASE_FACTORS = ("mask", "second", "shape", "dtype", "bias", "scale", "layout")
+CASE_FACTORS = ("mask", "second", "shape", "dtype", "bias", "scale", "layout", "softcap", "sinks")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ def excluded(f: str, a: str, g: str, b: str) -> bool:
         return a in LONE and b != "alone"
     if f == "shape" and g == "form":
         return b == "module" and a in ("no-width", "no-value-width")
+    if f in ("softcap", "sinks") and not a.startswith("no-"):
+        return (g == "backend" and b in ("sdpa", "native")) or (g == "form" and b == "module")
     if g == "backend" and b == "native":
         return a == "f64"
     if g == "backend" and b == "sdpa":

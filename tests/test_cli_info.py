@@ -127,6 +127,8 @@ def test_the_table_is_what_happens(call, backend):
         "attn_bias": request.attn_bias,
         "scale": request.scale,
         "dropout_p": request.dropout_p,
+        "softcap": request.softcap,
+        "sinks": request.sinks,
         "backend": backend,
     }
     if answers(text)[call][backend] == "yes":

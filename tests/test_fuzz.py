@@ -19,7 +19,7 @@ from torch import Tensor
 
 import clearhead as ch
 import oracle
-from cases import BIASES, DTYPES, KINDS, LAYOUTS, SCALES, Built, Case, Inputs, Sizes
+from cases import BIASES, DTYPES, KINDS, LAYOUTS, SCALES, SINKS, SOFTCAPS, Built, Case, Inputs, Sizes
 from clearhead.backends import BACKENDS
 from conformance import TILINGS, check_run, error_of, expected_reasons, tiling
 from poison import POISONS, check_hidden_poison
@@ -65,7 +65,8 @@ class Drawn(Case):
     __hash__ = object.__hash__
 
     def __str__(self) -> str:
-        return f"{self.joined[0]!r} {self.drawn} {self.dtype} {self.bias} {self.scale} {self.layout} {self.strides}"
+        levels = f"{self.dtype} {self.bias} {self.scale} {self.layout} {self.softcap} {self.sinks}"
+        return f"{self.joined[0]!r} {self.drawn} {levels} {self.strides}"
 
     @property
     def sizes(self) -> Sizes:
@@ -184,6 +185,8 @@ def cases(draw: st.DrawFn) -> Drawn:
         draw(st.sampled_from(list(BIASES))),
         draw(st.sampled_from(["default", "default", *SCALES])),
         layout,
+        draw(st.sampled_from(["no-cap", "no-cap", *SOFTCAPS])),
+        draw(st.sampled_from(["no-sinks", "no-sinks", *SINKS])),
         drawn=s,
         joined=some_mask(draw, s),
         strides=tuple(draw(plan) for _ in range(3)),
@@ -199,7 +202,9 @@ def runs(draw: st.DrawFn) -> Run:
     return Run(
         case,
         draw(st.sampled_from(able)),
-        draw(st.sampled_from(["function", "module"])),
+        draw(st.sampled_from(["function", "module"]))
+        if case.sinks + case.softcap == "no-sinksno-cap"
+        else "function",
         mode,
         draw(st.sampled_from(["no-grad", "grad"])),
         draw(st.sampled_from(["nothing", "statistics", "maps"])),

@@ -28,13 +28,18 @@ def call_of(case: Case, backend: str | None, **options: object) -> tuple[Callabl
     if given.attn_bias is not None:
         hidden = given.attn_bias == -torch.inf
         leaves.append(given.attn_bias.masked_fill(hidden, 0.0))
+    no_sink = None
+    if given.sinks is not None:
+        no_sink = given.sinks == -torch.inf
+        leaves.append(given.sinks.masked_fill(no_sink, 0.0))
 
-    def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> object:
-        if bias is not None:
-            bias = bias.masked_fill(hidden, -torch.inf)
-        return ch.attention(
-            query, key, value, given.mask, attn_bias=bias, scale=given.scale, backend=backend, **options
-        )
+    def call(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> object:
+        rest, call = iter(more), given.options() | options
+        if hidden is not None:
+            call["attn_bias"] = next(rest).masked_fill(hidden, -torch.inf)
+        if no_sink is not None:
+            call["sinks"] = next(rest).masked_fill(no_sink, -torch.inf)
+        return ch.attention(query, key, value, **call, backend=backend)
 
     return call, [leaf.detach().clone().requires_grad_() for leaf in leaves]
 
@@ -104,7 +109,8 @@ def test_what_is_seen_is_detached_unless_asked(backend: str) -> None:
     assert out.requires_grad
     assert [name for name, field in seen.items() if field.requires_grad] == []
     out, seen = ch.attention(x, x, x, ch.Causal(), observe=ch.Observe.all(grad=True), backend=backend)
-    assert [name for name, field in seen.items() if not field.requires_grad] == []
+    # Without sinks the rest is 0, whatever the inputs.
+    assert [name for name, field in seen.items() if not field.requires_grad] == ["rest"]
 
 
 @pytest.mark.parametrize("backend", GENERAL)

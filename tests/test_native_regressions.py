@@ -155,6 +155,34 @@ def test_entropy_beside_the_lowest_bias(each_isa: None) -> None:
     near(seen.entropy, -(weights * weights.log()).sum(-1), 1e-5)
 
 
+@pytest.mark.parametrize(("L", "S"), [(70, 300), (3, 1100)], ids=["blocks", "runs of keys"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_at_the_lowest_bias(L: int, S: int, dtype: torch.dtype, each_isa: None) -> None:
+    """Beside -3.4e38 every score is the same, and so is every weight; a float holds no lse of that."""
+    query, key, value, gradient = (
+        drawn(1, 2, n, 8, dtype=dtype, seed=i).requires_grad_(i < 3) for i, n in enumerate((L, S, S, L))
+    )
+    bias = torch.full((L, S), torch.finfo(torch.float32).min).requires_grad_()
+    observe = ch.Observe(entropy=True, max_weight=True, received=True)
+    for backend in ("native", "blockwise"):
+        out, seen = ch.attention(query, key, value, ch.Causal(), attn_bias=bias, backend=backend, observe=observe)
+        found = torch.autograd.grad(out, (query, key, value, bias), gradient)
+
+        visible = torch.ones(L, S, dtype=torch.bool).tril(S - L)
+        weights = visible / visible.double().sum(-1, keepdim=True)
+        q, k, v, d = (tensor.detach().double() for tensor in (query, key, value, gradient))
+        dweights = d @ v.mT
+        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+        truth = (dscores @ k * 8**-0.5, dscores.mT @ q * 8**-0.5, weights.mT @ d, dscores.sum((0, 1)))
+        allowed = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        near(out.detach(), weights @ v, allowed)
+        for one, expected in zip(found, truth, strict=True):
+            near(one / expected.abs().max(), expected / expected.abs().max(), allowed)
+        near(seen.entropy, weights.max(-1).values.log().neg().expand(1, 2, L), 1e-5)
+        near(seen.max_weight, weights.max(-1).values.expand(1, 2, L), 1e-6)
+        near(seen.received, weights.sum(0).expand(1, 2, S), 1e-5)
+
+
 def test_traced_programs_compute() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about tracing

@@ -159,7 +159,7 @@ def test_all_keeps_everything_that_needs_no_argument() -> None:
     _, seen = ch.attention(x, x, x, observe=ch.Observe.all())
     assert set(seen) == {
         "lse", "entropy", "max_weight", "max_score", "distance", "received", "received_mean", "value_weighted",
-        "contribution", "agreement", "weights", "scores", "masked_scores", "dropped_weights",
+        "contribution", "agreement", "rest", "weights", "scores", "masked_scores", "dropped_weights",
         "query", "key", "value", "context",
     }  # fmt: skip
 

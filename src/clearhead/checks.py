@@ -35,6 +35,8 @@ class Request:
         dropout_p: the share of weights dropped.
         seed: (2,) int64, the seed of the dropout; None without dropout, and while the call is not `seeded`.
         axes: how many axes the caller's query had: 2, 3 or 4.
+        softcap: c where scores are c tanh(score / c) before the bias; None = they are not capped.
+        sinks: (Hq,) logits of a column that each row's softmax has besides, without a value; or None.
     """
 
     query: Tensor
@@ -46,6 +48,8 @@ class Request:
     dropout_p: float
     seed: Tensor | None
     axes: int
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -66,12 +70,13 @@ class Request:
     @property
     def needs_grad(self) -> bool:
         """Whether autograd will want to come back through this call."""
-        bias = self.attn_bias
+        bias, sinks = self.attn_bias, self.sinks
         return torch.is_grad_enabled() and (
             self.query.requires_grad
             or self.key.requires_grad
             or self.value.requires_grad
             or (bias is not None and bias.requires_grad)
+            or (sinks is not None and sinks.requires_grad)
         )
 
     def seeded(self) -> Request:
@@ -105,6 +110,8 @@ def check(
     attn_bias: Tensor | None,
     scale: float | None,
     dropout_p: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Request:
     """Validate the arguments of `clearhead.attention`; see there for shapes and errors."""
     axes = 4
@@ -125,7 +132,11 @@ def check(
     scale = default if scale is None else check_scale(scale, accumulating(query.dtype))
     if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = check_dropout(dropout_p)
-    return Request(query, key, value, mask, attn_bias, scale, dropout_p, None, axes)
+    if softcap is not None:
+        softcap = check_softcap(softcap, accumulating(query.dtype))
+    if sinks is not None:
+        sinks = _check_sinks(sinks, query)
+    return Request(query, key, value, mask, attn_bias, scale, dropout_p, None, axes, softcap, sinks)
 
 
 def _fit_at_a_glance(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -171,6 +182,20 @@ def check_scale(scale: Any, dtype: torch.dtype = torch.float64) -> float:
         raise ValueError(
             f"scale must be finite in {dtype}, which scores are computed in, not {scale}: the most is "
             f"{torch.finfo(dtype).max:g}."
+        )
+    return number
+
+
+def check_softcap(softcap: Any, dtype: torch.dtype = torch.float64) -> float:
+    """A positive number, in the dtype that scores are computed in."""
+    if isinstance(softcap, Tensor):
+        raise TypeError("softcap must be a number, not a tensor: softcap.item() is one.")
+    number = _number("softcap", softcap)
+    range_ = torch.finfo(dtype)
+    if not range_.tiny <= number <= range_.max:
+        raise ValueError(
+            f"softcap must be a number from {range_.tiny:g} to {range_.max:g} ({dtype}, which scores are computed "
+            f"in), not {softcap}: softcap=None leaves scores as they are."
         )
     return number
 
@@ -330,11 +355,33 @@ def _check_bias(bias: Tensor, axes: int, sizes: tuple[int, int, int, int], query
         raise ShapeError(
             f"attn_bias must be (L|1, S|1) or {wanted} with B={B}, H={H}, L={L}, S={S}, not {tuple(bias.shape)}."
         )
-    exact = accumulating(query.dtype)
-    if bias.dtype == torch.float64 and exact != torch.float64:  # what is finite stays finite: only -inf hides
-        range_ = torch.finfo(exact)
-        full = torch.where(full.isinf(), full, full.clamp(range_.min, range_.max)).to(exact)
-    return full
+    return _held(full, accumulating(query.dtype))
+
+
+def _check_sinks(sinks: Tensor, query: Tensor) -> Tensor:
+    if not isinstance(sinks, Tensor) or sinks.dtype not in DTYPES or sinks.layout != torch.strided:
+        kind = f"{sinks.dtype} {sinks.layout}" if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise ShapeError(
+            f"sinks must be a dense tensor of float16, bfloat16, float32 or float64, one logit for each query head, "
+            f"not {kind}: convert it with .to() or .to_dense()."
+        )
+    heads = query.shape[1]
+    if sinks.shape != (heads,):
+        raise ShapeError(
+            f"sinks must be (Hq,) = ({heads},), one logit for each query head, not {tuple(sinks.shape)}: "
+            f"sinks.expand({heads}) gives all heads the same."
+        )
+    if sinks.device != query.device:
+        raise ShapeError(f"sinks are on {sinks.device}, the query on {query.device}: use sinks.to({query.device}).")
+    return _held(sinks, accumulating(query.dtype))
+
+
+def _held(tensor: Tensor, exact: torch.dtype) -> Tensor:
+    """In no more than the dtype of the scores; what is finite stays finite: only -inf hides."""
+    if tensor.dtype != torch.float64 or exact == torch.float64:
+        return tensor
+    range_ = torch.finfo(exact)
+    return torch.where(tensor.isinf(), tensor, tensor.clamp(range_.min, range_.max)).to(exact)
 
 
 def _four_axes(tensor: Tensor, axes: int) -> Tensor:

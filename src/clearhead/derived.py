@@ -85,7 +85,7 @@ def pattern_weights(request: Request, observe: Observe, lse: Tensor) -> dict[str
     found = {}
     for name, pattern in (observe.patterns or {}).items():
         mask = pattern if request.mask is None else request.mask & pattern
-        part = Native().lse(replace(request, mask=mask))
+        part = Native().lse(replace(request, mask=mask, sinks=None))  # the sinks are in the whole alone
         if part is None:
             return {}
         found[name] = torch.where(part == -torch.inf, 0.0, (part - lse).exp())

@@ -29,6 +29,8 @@ def attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     observe: None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -44,6 +46,8 @@ def attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     observe: Observe,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Seen]: ...
 
 
@@ -58,6 +62,8 @@ def attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
     observe: Observe | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Seen]:
     r"""Scaled dot-product attention: ``softmax(scale * query key^T + attn_bias) value`` over the visible keys.
 
@@ -75,10 +81,14 @@ def attention(
         dropout_p: the share of weights set to zero, the others scaled up; always applies, as in torch's SDPA.
         backend: ``"native"``, ``"sdpa"``, ``"blockwise"`` or ``"reference"``; None = the first that can do the call.
         observe: what to look at; it changes no bit of the output and not the backend.
+        softcap: c > 0 bounds the scaled scores: ``s = c * tanh(s / c)``, before `attn_bias` and mask. None: no bound.
+        sinks: a logit for each query head, which takes part in the softmax like one more key that everyone sees,
+            and has no value: rows sum to less than 1. -inf = none. A query that sees no key still gives zero.
 
     Shapes:
         query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev) -> (B, Hq, L, Ev), Hq a multiple of Hkv.
         Also (B, L, E) and (L, E): one head, without its axis. attn_bias (L|1, S|1) or (B|1, Hq|1, L|1, S|1).
+        sinks (Hq,).
 
     Returns:
         The context; with `observe` a pair (context, `Seen`).
@@ -92,7 +102,9 @@ def attention(
 
     References:
         Vaswani et al. 2017, "Attention Is All You Need" (arXiv 1706.03762), equation 1. Ainslie et al. 2023,
-        "GQA" (arXiv 2305.13245).
+        "GQA" (arXiv 2305.13245). Gemma Team 2024, "Gemma 2" (arXiv 2408.00118), section 2, for `softcap`. Xiao et
+        al. 2023, "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453), section 3.3, and
+        Miller 2023, "Attention Is Off By One" (a sink of 0), for `sinks`.
 
     Example:
         >>> query, memory = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 7, 16)  # 8 query heads share 2
@@ -101,8 +113,11 @@ def attention(
         >>> out, seen = attention(query, memory, memory, observe=Observe(weights=At(heads=[2], queries=[-1])))
         >>> seen.weights.shape
         torch.Size([2, 1, 1, 7])
+        >>> _, seen = attention(query, memory, memory, sinks=torch.zeros(8), observe=Observe(weights=True, rest=True))
+        >>> torch.allclose(seen.weights.sum(-1) + seen.rest, torch.ones(2, 8, 5))
+        True
     """
-    request = check(query, key, value, mask, attn_bias, scale, dropout_p)
+    request = check(query, key, value, mask, attn_bias, scale, dropout_p, softcap, sinks)
     if observe is not None:
         check_observe(observe, request)
     chosen = choose(request, backend)

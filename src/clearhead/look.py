@@ -31,6 +31,8 @@ class Sight:
     weights: Tensor  # (b, h, q, k)
     scores: Tensor  # (b, h, q, k)
     visible: Tensor | None  # bool, broadcastable to them; None = everything
+    sinks: Tensor | None  # (h, 1)
+    rest: Tensor | None  # (b, h, q), of the sinks
     query_positions: Tensor  # (q,), on the axis of the keys
     key_positions: Tensor  # (k,)
     tile: Tile
@@ -46,6 +48,8 @@ def look(request: Request, observe: Observe, found: dict[str, Any]) -> dict[str,
         observe: what is asked.
         found: statistics that are known already.
     """
+    if observe.rest and request.sinks is None:
+        found = found | {"rest": request.query.new_zeros(request.sizes[:3], dtype=request.acc_dtype)}
     needed = sources(observe, request)
     if observe.patterns and "lse" in found:
         found = found | pattern_weights(request, observe, found["lse"])
@@ -83,13 +87,17 @@ def _only(observe: Observe, names: list[str]) -> Observe:
 
 def _sharpness(sight: Sight, observe: Observe) -> dict[str, Tensor]:
     """The largest weight, log-sum-exp and entropy of each query, which share their work; those asked for."""
-    max_weight = sight.weights.amax(dim=-1)  # 0 in a dead row
+    top, max_weight = sight.scores.amax(dim=-1), sight.weights.amax(dim=-1)  # -inf and 0 in a dead row
+    most = max_weight
+    if sight.sinks is not None and sight.rest is not None:
+        top, most = torch.maximum(top, sight.sinks), torch.maximum(max_weight, sight.rest)
     # The largest weight is exp(largest score - lse): two maxima instead of another pass of exponentials.
-    lse = torch.where(max_weight == 0, -torch.inf, sight.scores.amax(dim=-1) - max_weight.log())
+    lse = torch.where(most == 0, -torch.inf, top - most.log())
     found = {"max_weight": max_weight, "lse": lse}
     if observe.entropy:
-        # -sum w log w with log w = score - lse: exact for small weights, and hidden ones count as 0.
-        log_weights = sight.scores - lse[..., None]
+        # -sum w log w with log w = score - lse: exact for small weights, and hidden ones count as 0. Beside a score
+        # of 1e38 the lse itself has no room for the log of the largest weight.
+        log_weights = sight.scores - top[..., None] + most.log()[..., None]
         if sight.visible is not None:
             log_weights = log_weights.masked_fill(~sight.visible, 0.0)
         found["entropy"] = 0.0 - (sight.weights * log_weights).sum(dim=-1)
@@ -177,6 +185,8 @@ def _measure(sight: Sight, observe: Observe) -> dict[str, Tensor]:
         found["contribution"] = _over_all_keys(by_key, sight.tile)
     if observe.agreement:
         found["agreement sum"], found["agreement rows"] = disagreement(sight.weights, sight.visible)
+    if observe.rest and sight.rest is not None:
+        found["rest"] = sight.rest
     if observe.top_k:
         found["top weights"], found["top keys"] = _top_k(sight, observe.top_k)
     for name, keys in (observe.mass or {}).items():
@@ -254,19 +264,19 @@ def _of_no_keys(request: Request, observe: Observe) -> dict[str, Any]:
 
 
 def _sight(request: Request, aside: SetAside | None, tile: Tile) -> Sight:
-    weights, scores, visible = weights_of(request, tile)
+    weights, scores, visible, sinks, rest = weights_of(request, tile)
     spoilt = None
     if aside is not None:
         spoilt = aside.sees(tile, values=True)
-        sees_nan = aside.sees(tile, values=False)[..., None]
-        if visible is not None:
-            sees_nan = sees_nan & visible
+        rows = aside.sees(tile, values=False)
+        rest = None if rest is None else rest.masked_fill(rows, torch.nan)
+        sees_nan = rows[..., None] if visible is None else rows[..., None] & visible
         weights, scores = (part.masked_fill(sees_nan, torch.nan) for part in (weights, scores))
     device = request.query.device
     queries = torch.arange(tile.L, device=device)[tile.queries] + tile.S - tile.L
     keys = torch.arange(tile.S, device=device)[tile.keys]
     value = request.value[tile.batch, :, tile.keys]
-    return Sight(weights, scores, visible, queries, keys, tile, value, spoilt)
+    return Sight(weights, scores, visible, sinks, rest, queries, keys, tile, value, spoilt)
 
 
 # -- maps ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ Choice = int | Sequence[int] | slice | None
 
 STATISTICS = (
     "lse", "entropy", "max_weight", "max_score", "distance", "received", "received_mean", "value_weighted",
-    "contribution", "agreement", "top_k", "mass", "patterns", "lookback", "offsets", "pooled",
+    "contribution", "agreement", "rest", "top_k", "mass", "patterns", "lookback", "offsets", "pooled",
 )  # fmt: skip
 MAPS = ("scores", "masked_scores", "weights", "dropped_weights")
 SPLIT = ("query", "key", "value", "context")
@@ -100,8 +100,8 @@ class Observe:
     `grad`. A dead row (a query that sees nothing) has weights 0, entropy 0, lse -inf and counts in no mean.
 
     Args:
-        lse: log of the sum of exponentiated scores, (B, Hq, L).
-        entropy: of the weights, in nats: ``lse - sum_j w_j s_j``, (B, Hq, L). Clark et al. 2019 (1906.04341).
+        lse: log of the sum of exponentiated scores, the sink's among them, (B, Hq, L).
+        entropy: of the weights, in nats: ``-sum_j w_j log w_j``, (B, Hq, L). Clark et al. 2019 (1906.04341).
         max_weight: the largest weight of each query, (B, Hq, L). Voita et al. 2019 (1905.09418).
         max_score: the largest visible score of each query, after scale and bias, (B, Hq, L); -inf in dead rows. The
             "max logit" that QK-Clip watches: Kimi K2, 2025 (2507.20534).
@@ -118,6 +118,8 @@ class Observe:
         agreement: Jensen-Shannon divergence between the weights of every two heads, in nats (0: the same; at most
             log 2), ``H((w + w') / 2) - (H(w) + H(w')) / 2``, averaged over the queries that see something in both,
             (B, Hq, Hq). Clark et al. 2019 (1906.04341), section 6. It takes Hq / 2 times the work of an entropy.
+        rest: 1 - the sum of a row's weights, the share of its head's sink, (B, Hq, L); 0 without sinks and in dead
+            rows. The other statistics are sums over the keys. Xiao et al. 2023 (2309.17453).
         top_k: the k strongest keys of each query: a pair (weights, int32 key indices), each (B, Hq, L, k);
             short rows are filled with weight 0 and index -1.
         mass: ``{name: bool (B|1, S)}``: the weight that falls on each group of keys, a dict of (B, Hq, L).
@@ -132,7 +134,7 @@ class Observe:
         pooled: n; a pair (mean, max) of n x n maps that cover the whole head, (B, Hq, n, n), cut as
             ``adaptive_avg_pool2d`` does; dead rows count in no mean.
         weights: attention weights; True for all of them, or an `At`. (B, heads, queries, keys)
-        scores: scaled scores with the bias, before the mask; True or an `At`.
+        scores: scaled scores, capped, with the bias, before the mask; True or an `At`.
         masked_scores: the same with -inf where hidden; True or an `At`.
         dropped_weights: weights after dropout, as multiplied with the values; True or an `At`.
         query: split into heads, (B, Hq, L, E).
@@ -170,6 +172,7 @@ class Observe:
     value_weighted: bool = False
     contribution: bool = False
     agreement: bool = False
+    rest: bool = False
     top_k: int | None = None
     mass: Mapping[str, Tensor] | None = None
     patterns: Mapping[str, Mask] | None = None

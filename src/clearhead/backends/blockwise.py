@@ -7,7 +7,7 @@ tile is recomputed in the backward pass (Chen et al. 2016, arXiv 1604.06174) ins
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,7 +45,9 @@ def over_tiles(request: Request, plan: list[Tile], compute: Callable[[Tile], T])
     """
     recompute = request.needs_grad and len(plan) > 1 and not transforming()
     unchanged = (
-        watch(request.query, request.key, request.value, request.attn_bias, request.mask) if recompute else None
+        watch(request.query, request.key, request.value, request.attn_bias, request.mask, request.sinks)
+        if recompute
+        else None
     )
 
     def again(tile: Tile) -> T:
@@ -74,31 +76,64 @@ def _cat(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def raw_scores(request: Request, tile: Tile) -> Tensor:
-    """Scale * query key^T + bias of a tile, hidden pairs too: (b, h, q, k) in the accumulating dtype."""
+    """Scale * query key^T, capped, + bias of a tile, hidden pairs too: (b, h, q, k) in the accumulating dtype."""
     query = _at_queries(request.query[tile.batch], tile).to(request.acc_dtype)
     key = _of_heads(request, request.key[tile.batch, :, tile.keys], tile).to(request.acc_dtype)
     if abs(request.scale) <= 1:
         scores = _grouped_matmul(query * request.scale, key.transpose(-2, -1))
     else:  # a hidden query times that might overflow, and 0 x inf is NaN in the gradient of the keys
         scores = _grouped_matmul(query, key.transpose(-2, -1)) * request.scale
+    if request.softcap is not None:
+        scores = request.softcap * torch.tanh(scores / request.softcap)
     bias = bias_tile(request, tile)
     return scores if bias is None else scores + bias
 
 
-def weights_of(request: Request, tile: Tile) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Weights, masked scores and visibility of a tile.
+class Weights(NamedTuple):
+    """The weights of a tile and what they come from.
 
-    Returns:
-        weights (b, h, q, k), exactly 0 where hidden; scores, the same shape, -inf where hidden; visible, bool
-        and broadcastable to them, or None if nothing is hidden.
+    Attributes:
+        weights: (b, h, q, k), exactly 0 where hidden.
+        scores: the same shape, -inf where hidden.
+        visible: bool, broadcastable to them; None if nothing is hidden.
+        sinks: (h, 1), the sinks of the heads; None if there are none.
+        rest: (b, h, q), what the sink takes of each row, 0 in a dead one; None without sinks.
     """
+
+    weights: Tensor
+    scores: Tensor
+    visible: Tensor | None
+    sinks: Tensor | None = None
+    rest: Tensor | None = None
+
+
+def weights_of(request: Request, tile: Tile) -> Weights:
+    """The weights of a tile."""
     scores = raw_scores(request, tile)
     visible = visible_tile(request, tile)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if request.sinks is not None:
+        return _weights_beside_sinks(scores, visible, request.sinks[tile.heads, None].to(scores.dtype))
     if visible is None:
-        return torch.softmax(scores, dim=-1), scores, None
-    scores = scores.masked_fill(~visible, -torch.inf)
+        return Weights(torch.softmax(scores, dim=-1), scores, None)
     # Dead rows come out of the softmax as NaN; hidden weights must be 0 beside a visible NaN, too.
-    return torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0), scores, visible
+    return Weights(torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0), scores, visible)
+
+
+def _weights_beside_sinks(scores: Tensor, visible: Tensor | None, sinks: Tensor) -> Weights:
+    """One more column in the softmax; what it takes goes to no value."""
+    keys = scores.shape[-1]
+    column = sinks.expand(scores.shape[:-1])[..., None]
+    if keys == 0:
+        dead = torch.ones_like(column, dtype=torch.bool)
+    else:
+        dead = torch.zeros_like(column, dtype=torch.bool) if visible is None else ~visible.any(dim=-1, keepdim=True)
+    # All -inf, a sink of -inf too, would be NaN in a dead row, and so would the gradient of the sinks.
+    column = column.masked_fill(dead, 0.0)
+    weights, rest = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1).split([keys, 1], dim=-1)
+    weights = weights if visible is None else weights.masked_fill(~visible, 0.0)
+    return Weights(weights, scores, visible, sinks, rest.masked_fill(dead, 0.0)[..., 0])
 
 
 def visible_tile(request: Request, tile: Tile) -> Tensor | None:
@@ -133,7 +168,7 @@ def dropped(request: Request, tile: Tile, weights: Tensor) -> Tensor:
 
 
 def _context(request: Request, tile: Tile) -> Tensor:
-    weights, _, _ = weights_of(request, tile)
+    weights = weights_of(request, tile).weights
     value = request.value[tile.batch, :, tile.keys].to(request.acc_dtype)
     return _grouped_matmul(dropped(request, tile, weights), value).to(request.query.dtype)
 

@@ -50,6 +50,10 @@ class Native(Backend):
             found.append("a tensor that is negated when read (.resolve_neg() writes it)")
         if max(request.sizes) >= 2**31:
             found.append("2**31 queries or keys")
+        if request.softcap is not None:
+            found.append("softcap: the kernels have none")
+        if request.sinks is not None:
+            found.append("sinks: the kernels have none")
         if transforming():
             found.append("inside torch.func or forward-mode differentiation: the kernels have no rules for them")
         return found

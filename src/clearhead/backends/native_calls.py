@@ -109,13 +109,17 @@ def context_like(query: Tensor, value: Tensor) -> Tensor:
 def forward(
     piece: Piece, observe: Observe | None = None, *, need_lse: bool = True
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """Context (B, Hq, L, Ev), lse (B, Hq, L) if needed or seen on the way, and statistics that were asked for."""
+    """Context (B, Hq, L, Ev), lse if needed or seen on the way, and statistics that were asked for.
+
+    The lse is (B, Hq, L, 2): the nearest float, and what it is short of. Beside a score of 1e38 a float has no room
+    for the log of the sum, and weights computed from it would be that many times too large.
+    """
     query, key, value = piece.query, piece.key, piece.value
     kernels = _kernels()
     B, H, L, _ = query.shape
     context = context_like(query, value)
     need_lse = need_lse or (observe is not None and (observe.lse or observe.max_score or observe.received))
-    lse = query.new_empty((B, H, L), dtype=torch.float32) if need_lse else None
+    lse = query.new_empty((B, H, L, 2), dtype=torch.float32) if need_lse else None
     room = None if observe is None else _room(query, key, observe)
     seen = None if room is None else room.as_tuple()
     outcome = kernels.forward(query, key, value, context, lse, *piece.rest(), False, seen)
@@ -140,7 +144,7 @@ def statistics(piece: Piece, observe: Observe) -> dict[str, Any]:
     if room is None:
         return {}
     B, H, L, _ = piece.query.shape
-    lse = piece.query.new_empty((B, H, L), dtype=torch.float32)
+    lse = piece.query.new_empty((B, H, L, 2), dtype=torch.float32)
     kernels = _kernels()
     tensors = (piece.query, piece.key, piece.value, None, lse)
     outcome = kernels.forward(*tensors, *piece.rest(), False, room.as_tuple())
@@ -152,7 +156,10 @@ def statistics(piece: Piece, observe: Observe) -> dict[str, Any]:
 def backward(
     piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key and value, each like its tensor, and of the bias (float32) if asked for."""
+    """Gradients of query, key and value, each like its tensor, and of the bias (float32) if asked for.
+
+    Context and lse are `forward`'s.
+    """
     dcontext = dcontext.resolve_neg()
     tensors = (piece.query, piece.key, piece.value)
     dbias = None if piece.bias is None or not bias_grad else torch.zeros_like(piece.bias, dtype=torch.float32)
@@ -175,9 +182,10 @@ def _backward_of_non_finite(
     """
     request = piece.as_request()
     finite, aside = set_aside(request)
-    spoilt = torch.zeros_like(lse, dtype=torch.bool) if aside is None else aside.spoilt()
+    alive = lse[..., 0] != -torch.inf
+    spoilt = torch.zeros_like(alive) if aside is None else aside.spoilt()
     non_finite = ~torch.isfinite(dcontext).all(dim=-1)
-    broken = non_finite & ~spoilt & (lse != -torch.inf)
+    broken = non_finite & ~spoilt & alive
     keep = ~(spoilt | non_finite)[..., None]
     piece = piece.of(finite).packed()
     given = (torch.where(keep, context, 0.0).contiguous(), lse)
@@ -261,9 +269,9 @@ class _Room:
         """By the names of `Observe`."""
         fields: dict[str, Any] = dict(self.fields)
         if observe.max_score and lse is not None:
-            fields["max_score"] = lse + fields["max_weight"].log()
-        if observe.lse:
-            fields["lse"] = lse
+            fields["max_score"] = lse[..., 0] + fields["max_weight"].log()
+        if observe.lse and lse is not None:
+            fields["lse"] = lse[..., 0].contiguous()
         if "top weights" in fields:
             fields["top_k"] = (fields.pop("top weights"), fields.pop("top keys"))
         if "mass" in fields:

@@ -49,7 +49,7 @@ def _attend(
 @_attend.register_fake
 def _(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, H, L, _E = query.shape
-    return context_like(query, value), query.new_empty((B, H, L), dtype=torch.float32)
+    return context_like(query, value), query.new_empty((B, H, L, 2), dtype=torch.float32)
 
 
 @torch.library.custom_op("clearhead::attend_backward", mutates_args=(), device_types="cpu")

@@ -2,7 +2,7 @@
 
 Kernels multiply hidden values by a weight of 0, and 0 x NaN is NaN; some turn a visible NaN into zeros. So
 non-finite rows are set aside (replaced by zeros) before any backend runs, and afterwards each query that is
-non-finite itself, or sees a non-finite key, value or bias, is given NaN: in the output, and in its gradient.
+non-finite itself, or sees a non-finite key, value, bias or sink, is given NaN: in the output, and in its gradient.
 
 Finite numbers leak as well where a kernel adds -inf to a hidden score: a score that overflows gives inf - inf. Such a
 kernel has rows beyond a limit set aside, too.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -40,24 +40,26 @@ class SetAside:
     value: Tensor
 
     def sees(self, tile: Tile, *, values: bool) -> Tensor:
-        """Queries of the tile that are non-finite, or see a non-finite key, bias or (if `values`) value."""
+        """Queries of the tile that are non-finite, or see a non-finite key, bias, sink or (if `values`) value."""
         request = self.original
         bad_keys = (self.key | self.value if values else self.key)[tile.batch, :, tile.keys]
         heads = torch.arange(request.query.shape[1], device=tile.device)[tile.heads]
         pairs = bad_keys[:, heads // request.group, None, :]
         bias = bias_tile(request, tile)
         if bias is not None:
-            pairs = pairs | ~(torch.isfinite(bias) | (bias == -torch.inf))
+            pairs = pairs | _no_number(bias)
         own = self.query[tile.batch][:, tile.heads][:, :, tile.queries]
+        if request.sinks is not None:
+            own = own | _no_number(request.sinks[tile.heads, None])
         visible = visible_tile(request, tile)
         if visible is None:
-            return own | pairs.any(dim=-1)
+            return (own & (pairs.shape[-1] > 0)) | pairs.any(dim=-1)
         return (own & visible.any(dim=-1)) | (pairs & visible).any(dim=-1)
 
     def spoilt(self, *, values: bool = True) -> Tensor:
-        """Bool (B, Hq, L): queries that are non-finite, or see a non-finite key, bias or (if `values`) value."""
+        """Bool (B, Hq, L): the same for all queries."""
         request = self.original
-        if request.mask is None and request.attn_bias is None:  # every query sees every key
+        if request.mask is None and request.attn_bias is None and request.sinks is None:  # every query sees every key
             by_head = (self.key | self.value if values else self.key).any(dim=-1, keepdim=True)
             return self.query | by_head.repeat_interleave(request.group, dim=1)
         return assemble((tile, self.sees(tile, values=values)) for tile in tiles(request))
@@ -86,13 +88,20 @@ def set_aside(request: Request, largest: float = math.inf) -> tuple[Request, Set
     aside = SetAside(request, *(~_rows_within(*item) for item in zip(limits, (query, key, value), strict=True)))
     bias = request.attn_bias
     if bias is not None:
-        bias = torch.where(torch.isfinite(bias) | (bias == -torch.inf), bias, 0.0)
+        bias = torch.where(_no_number(bias), 0.0, bias)
+    if request.sinks is not None:
+        request = replace(request, sinks=torch.where(_no_number(request.sinks), 0.0, request.sinks))
     # masked_fill would lay them out anew, and products of another memory layout may round otherwise.
     finite = [
         tensor.clone().masked_fill_(bad[..., None], 0.0)
         for tensor, bad in ((query, aside.query), (key, aside.key), (value, aside.value))
     ]
     return request.on(finite, bias), aside
+
+
+def _no_number(added: Tensor) -> Tensor:
+    """Where a bias or a sink is NaN or +inf; -inf only hides."""
+    return ~(torch.isfinite(added) | (added == -torch.inf))
 
 
 def visible_to(request: Request, queries: Tensor) -> Tensor:
@@ -133,11 +142,11 @@ def _as_projected(tensor: Tensor) -> Tensor:
 
 
 def _surely_within(limits: Sequence[float], request: Request) -> bool:
-    bias = request.attn_bias
     top = []
-    if bias is not None and bias.numel():
-        highest = bias.detach().amax()  # NaN and +inf come through a maximum; -inf only hides
-        top = [torch.where(highest == -torch.inf, 0.0, highest)]
+    for added in (request.attn_bias, request.sinks):
+        if added is not None and added.numel():
+            highest = added.detach().amax()  # NaN and +inf come through a maximum; -inf only hides
+            top.append(torch.where(highest == -torch.inf, 0.0, highest))
     tensors = [request.query, request.key, request.value]
     if math.isinf(limits[0]):
         return _all_finite([*tensors, *top])

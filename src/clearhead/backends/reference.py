@@ -2,7 +2,8 @@
 
     context = softmax(scale * query key^T + bias, over the visible keys) value
 
-Vaswani et al. 2017, equation 1. Short and slow on purpose; in float64 the other backends are measured by it.
+Vaswani et al. 2017, equation 1; with scores capped by a tanh (arXiv 2408.00118) and with a sink in the softmax (arXiv
+2309.17453) where that is asked. Short and slow on purpose; in float64 the other backends are measured by it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Reference(Backend):
         value = value.repeat_interleave(request.group, dim=1)
 
         scores = request.scale * (query @ key.transpose(-2, -1))
+        if request.softcap is not None:
+            scores = request.softcap * torch.tanh(scores / request.softcap)
         visible = torch.ones(B, H, L, S, dtype=torch.bool, device=query.device)
         if request.mask is not None:
             visible = visible & request.mask.dense(L, S).to(query.device)
@@ -41,10 +44,13 @@ class Reference(Backend):
             scores = scores + bias
             visible = visible & (bias != -torch.inf)
 
-        # A dead row has no maximum: it is given zeros to exponentiate, and then zero weights.
         scores = scores.masked_fill(~visible, -torch.inf)
+        if request.sinks is not None:
+            sinks = request.sinks.to(scores.dtype)[:, None, None].expand(B, H, L, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        # A dead row has no maximum: it is given zeros to exponentiate, and then zero weights.
         alive = visible.any(dim=-1, keepdim=True)
-        weights = torch.softmax(scores.masked_fill(~alive, 0.0), dim=-1).masked_fill(~visible, 0.0)
+        weights = torch.softmax(scores.masked_fill(~alive, 0.0), dim=-1)[..., :S].masked_fill(~visible, 0.0)
 
         if request.dropout_p > 0:
             keep = kept(request, Tile(ALL, ALL, ALL, ALL, L, S, query.device))

@@ -43,6 +43,10 @@ class Sdpa(Backend):
             found.append(f"scale {request.scale:g} <= 0, or 0 in float32: NaN with causal on the CPU")
         if request.attn_bias is not None and request.attn_bias.requires_grad and torch.is_grad_enabled():
             found.append("the bias needs a gradient: torch would materialise L x S")
+        if request.softcap is not None:
+            found.append("softcap: torch's kernels have none")
+        if request.sinks is not None:
+            found.append("sinks: torch's kernels have none")
         if transforming():
             found.append("inside torch.func or forward-mode differentiation: torch's kernels have no rules for them")
         return found

@@ -119,6 +119,8 @@ def requests() -> dict[str, Request]:
     add("Ev != E", Ev=3)
     add("dropout", dropout_p=0.1)
     add("bias", attn_bias=torch.zeros(5, 5))
+    add("softcap", softcap=20.0)
+    add("sinks", sinks=torch.zeros(2))
     add("bias with gradient", attn_bias=torch.zeros(5, 5, requires_grad=True))
     add("scale <= 0", scale=-1.0)
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
