@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
-from families import FAMILIES
+from families import BY_NAME
 
 D, H, L = 12, 3, 7
 
@@ -130,20 +130,86 @@ def test_no_table_of_all_pairs_is_made() -> None:
 # -- transformers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_a_scaled_head_is_one_with_scaled_columns_behind_it(name: str, attached: bool) -> None:
-    family = FAMILIES[name]
-    model = family.model()
-    if attached:
-        ch.attach(model)
-    inputs = family.inputs(model)
-    layer = next(
-        layer
-        for name, layer in model.named_modules()
-        if type(layer).__name__.endswith("SelfAttention") or type(layer).__name__ == "LlamaAttention"
-    )
-    print(layer)
+@pytest.fixture(params=[False, True], ids=["own kernels", "attached"])
+def attached(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def built(name: str, *, attached: bool) -> Any:
+    model = BY_NAME[name].build("eager")
+    return ch.attach(model) if attached else model
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "output"),
+    [
+        ("bert", "encoder.layer.1.attention.self", "encoder.layer.1.attention.output.dense"),
+        ("llama", "model.layers.1.self_attn", "model.layers.1.self_attn.o_proj"),
+        ("t5", "decoder.block.1.layer.1.EncDecAttention", "decoder.block.1.layer.1.EncDecAttention.o"),
+        ("gemma2", "model.layers.0.self_attn", "model.layers.0.self_attn.o_proj"),
+        ("gpt_oss", "model.layers.0.self_attn", "model.layers.0.self_attn.o_proj"),
+    ],
+)
+def test_a_scaled_head_is_one_with_scaled_columns_behind_it(
+    name: str, layer: str, output: str, attached: bool
+) -> None:
+    model, inputs = built(name, attached=attached), BY_NAME[name].inputs("right")
+    with torch.no_grad():
+        before = model(**inputs)[0]
+        with ch.intervene(model, {layer: ch.ScaleHeads({1: 0.0, -1: 3.0})}):
+            changed = model(**inputs)[0]
+        again = model(**inputs)[0]
+        with ch.record(model, ch.Observe(lse=True)) as recording:
+            model(**inputs)
+        H = recording[layer].sizes[1]
+        columns = model.get_submodule(output).weight.data.unflatten(1, (H, -1))
+        columns[:, 1] = 0.0
+        columns[:, -1] *= 3.0
+        expected = model(**inputs)[0]
+    real = inputs.get("decoder_attention_mask", inputs["attention_mask"]).bool()
+    torch.testing.assert_close(changed[real], expected[real], rtol=1e-4, atol=1e-5)
+    assert torch.equal(again, before)
+    assert not torch.allclose(changed[real], before[real], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "qwen3"])
+def test_edges_cut_in_every_layer_are_a_mask_of_the_user_s(name: str, attached: bool) -> None:
+    """Transformers takes a mask (B, 1, L, S) of flags or floats; then it is the whole mask, causality included."""
+    family = BY_NAME[name]
+    model, ids = built(name, attached=attached), family.inputs(None)["input_ids"]
+    L = ids.shape[1]
+    i, j = torch.arange(L)[:, None], torch.arange(L)
+    cut = (i - j >= 1) & (i - j <= 2)
+    eager = family.build("eager")
+    lowest = torch.finfo(torch.float32).min
+    with torch.no_grad():
+        with ch.intervene(model, {"model": ch.Knockout(ch.Window(left=2, right=0) & ~ch.Window(left=0, right=0))}):
+            changed = model(input_ids=ids).logits
+        handles = []
+        for module in eager.modules():
+            if hasattr(module, "layer_idx") and hasattr(module, "o_proj"):
+
+                def without(_: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+                    mask = options["attention_mask"]
+                    if mask is None:
+                        mask = torch.zeros(1, 1, L, L).masked_fill(j > i, lowest)
+                    return args, {**options, "attention_mask": mask.masked_fill(cut, lowest)}
+
+                handles.append(module.register_forward_pre_hook(without, with_kwargs=True))
+        expected = eager(input_ids=ids).logits
+    assert handles
+    torch.testing.assert_close(changed, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_edges_are_cut_while_text_is_generated(attached: bool) -> None:
+    """With a cache each step sees other lengths: the same edges are cut as in one pass over all."""
+    model, ids = built("llama", attached=attached), BY_NAME["llama"].inputs(None)["input_ids"]
+    what = {1: ch.Knockout(ch.Window(left=2, right=0) & ~ch.Window(left=0, right=0), heads=[0, 2])}
+    with torch.no_grad(), ch.intervene(model, what):
+        out = model.generate(ids, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        whole = model(input_ids=out.sequences).logits
+    steps = torch.stack(out.logits, dim=1)
+    torch.testing.assert_close(steps, whole[:, ids.shape[1] - 1 : -1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
