@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -628,3 +629,24 @@ def test_any_module_with_our_core_is_heard_through_it() -> None:
     scores = (heads @ heads.mT / 2).masked_fill(hidden[:, None, None], -math.inf)
     expected = scores.softmax(-1) * ~hidden[:, None, :, None]
     torch.testing.assert_close(recording["theirs"].weights, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_converted_layers_are_heard_once_through_their_core(training: bool) -> None:
+    plain, x, hidden = encoder(nested=True).eval(), torch.randn(B, L, D), padding((L, 4, 2), L)
+    with torch.no_grad():
+        expected = by_hand(plain, x, key_padding_mask=hidden)
+    model = ch.convert(copy.deepcopy(plain)).train(training)
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(1)
+        with torch.set_grad_enabled(training):
+            return model(x, src_key_padding_mask=hidden)
+
+    alone = run()
+    with ch.record(model, ALL) as recording:
+        assert equal(run(), alone)
+    assert [len(recording.calls(name)) for name in recording] == [1, 1]
+    check_seen(recording["layers.0.self_attn"], expected[0], hidden)
+    if not training:  # else what comes next went through dropout
+        check_seen(recording["layers.1.self_attn"], expected[1], hidden)
