@@ -542,13 +542,17 @@ def test_a_layer_outside_of_what_is_recorded_is_said() -> None:
     layer, x = encoder(1).eval().layers[0], torch.randn(B, L, D)
 
     def run() -> Any:
-        with torch.no_grad(), ch.record(layer.self_attn, ch.Observe(lse=True)) as recording:
-            layer(x)
-            layer.self_attn(x, x, x)
+        with ch.record(layer.self_attn, ch.Observe(weights=True)) as recording:
+            with torch.no_grad():
+                layer(x)
+            # A path of its own, on which torch follows a hint.
+            layer.self_attn(x, x, x, attn_mask=torch.zeros(L, L), is_causal=True, need_weights=False)
         return recording
 
     with pytest.warns(UserWarning, match="record the layer") as caught:
-        assert len(run().calls(0)) == 1
+        recording = run()
+    assert len(recording.calls(0)) == 1
+    assert recording[0].weights.triu(1).count_nonzero() == 0
     assert caught[0].filename == __file__
 
 
