@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
+from clearhead.multihead import Core
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
@@ -176,14 +179,32 @@ def test_added_keys_are_the_last_and_padded_queries_are_dead_beside_them() -> No
     assert ((seen.lse == -math.inf) == padding(hidden, L)[:, None]).all()
 
 
-def test_a_hint_that_torch_follows_is_what_is_recorded() -> None:
-    """Torch looks at no mask then."""
-    mha, x = module(batch_first=True), torch.randn(B, L, D)
-    with ch.record(mha, ch.Observe(weights=True, context=True)) as recording:
-        output, _ = mha(x, x, x, attn_mask=torch.zeros(L, L), is_causal=True, need_weights=False)
+HINTED: dict[str, tuple[bool, dict[str, Any]]] = {
+    "followed": (True, {"need_weights": False}),
+    "not with weights": (False, {}),
+    "not with padding": (False, {"need_weights": False, "key_padding_mask": torch.zeros(B, L, dtype=torch.bool)}),
+    "not on the fast path": (False, {"need_weights": False}),
+}
+
+
+@pytest.mark.parametrize("name", HINTED)
+def test_a_wrong_hint_is_recorded_as_torch_took_it(name: str) -> None:
+    followed, options = HINTED[name]
+    mha, x, fast = module(batch_first=True), torch.randn(B, L, D), name == "not on the fast path"
+    mask = torch.zeros(L, L, dtype=torch.bool)
+    mask[:, 3] = True
+    with torch.set_grad_enabled(not fast), ch.record(mha.train(not fast), ALL) as recording:
+        output, _ = mha(x, x, x, attn_mask=mask, is_causal=True, **options)
     merged = recording[0].context.transpose(1, 2).flatten(2)
     torch.testing.assert_close(mha.out_proj(merged), output, atol=1e-5, rtol=0)
-    assert recording[0].weights.triu(1).count_nonzero() == 0
+    assert bool(recording[0].weights.triu(1).any()) is not followed
+
+
+def test_added_keys_are_seen_beside_a_causal_mask() -> None:
+    mha, x = module(add_bias_kv=True, batch_first=True), torch.randn(B, L, D)
+    with ch.record(mha, ALL) as recording:
+        mha(x, x, x, **MASKS["causal"])
+    check_seen(recording[0], torch_weights(mha, x, x, x, **MASKS["causal"]))
 
 
 def encoder(layers: int = 2, *, nested: bool = False, final: bool = False, **options: Any) -> nn.TransformerEncoder:
@@ -402,6 +423,20 @@ def test_a_soft_mask_and_dead_rows_are_recorded_as_given_where_the_fast_path_com
         check_seen(dead, torch_weights(mha, x, x, x, key_padding_mask=hidden), hidden)
 
 
+def test_chosen_layers_alone_are_listened_to() -> None:
+    model, x = encoder(3).eval(), torch.randn(B, L, D)
+    with torch.no_grad(), counting(*FAST) as calls:
+        plain = model(x)
+        with ch.record(model, ALL, layers=["layers.0", -1]) as recording:
+            assert equal(model(x), plain)
+            assert "forward" not in vars(model.layers[1])
+        assert calls == [FAST[0]] * 6
+        expected = by_hand(model, x)
+    assert list(recording) == ["layers.0.self_attn", "layers.2.self_attn"]
+    check_seen(recording[0], expected[0])
+    check_seen(recording[1], expected[2])
+
+
 def test_shared_layers_and_several_calls() -> None:
     mha = module(batch_first=True)
     model = nn.ModuleDict({"first": mha, "again": mha})
@@ -420,6 +455,11 @@ def test_a_recording_in_a_recording_hears_the_same() -> None:
     with torch.no_grad(), ch.record(model, ALL) as outer, ch.record(model, ALL) as inner:
         model(x)
         mha(x, x, x)
+    with ch.record(model, ALL) as longer:
+        with ch.record(model, ALL):
+            pass
+        mha(x, x, x)
+    assert len(longer.calls(0)) == 1
     for recording in (outer, inner):
         assert len(recording.calls(0)) == 2
         check_seen(recording[0], torch_weights(mha, x, x, x))
@@ -502,12 +542,17 @@ def test_a_layer_outside_of_what_is_recorded_is_said() -> None:
     layer, x = encoder(1).eval().layers[0], torch.randn(B, L, D)
 
     def run() -> Any:
-        with torch.no_grad(), ch.record(layer.self_attn, ch.Observe(lse=True)) as recording:
-            layer(x)
+        with ch.record(layer.self_attn, ch.Observe(weights=True)) as recording:
+            with torch.no_grad():
+                layer(x)
+            # A path of its own, on which torch follows a hint.
+            layer.self_attn(x, x, x, attn_mask=torch.zeros(L, L), is_causal=True, need_weights=False)
         return recording
 
     with pytest.warns(UserWarning, match="record the layer") as caught:
-        assert len(run()) == 0
+        recording = run()
+    assert len(recording.calls(0)) == 1
+    assert recording[0].weights.triu(1).count_nonzero() == 0
     assert caught[0].filename == __file__
 
 
@@ -531,3 +576,81 @@ def test_what_was_seen_can_keep_its_graph() -> None:
     recording[0].entropy.sum().backward()
     assert mha.in_proj_weight.grad.count_nonzero() > 0
     assert recording[0].context.requires_grad
+
+
+def test_a_learned_mask_is_a_bias_also_while_it_is_zero() -> None:
+    mha, x, learned = module(batch_first=True), torch.randn(B, L, D), torch.zeros(L, L, requires_grad=True)
+    with ch.record(mha, ch.Observe(entropy=True, grad=True)) as recording:
+        mha(x, x, x, attn_mask=learned)
+    recording[0].entropy.sum().backward()
+    assert learned.grad.count_nonzero() == L * L
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_checkpointing_inside_a_recording(training: bool) -> None:
+    """What is computed once more is not recorded once more, and has the same graph."""
+    layer, x = encoder(1).layers[0].train(training), torch.randn(B, L, D)
+    with ch.record(layer, ch.Observe(entropy=True, grad=True)) as recording:
+        output = checkpoint(layer, x, use_reentrant=False)
+        output.square().sum().backward()
+    assert len(recording.calls(0)) == 1
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_checkpointing_goes_on_after_the_recording(training: bool) -> None:
+    """It counts what is kept for the backward pass: a recording keeps nothing of its own."""
+    layer, x = encoder(1).layers[0].train(training), torch.randn(B, L, D)
+
+    def gradients(record: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer.zero_grad()
+        with ch.record(layer, ALL) if record else nullcontext():
+            output = checkpoint(layer, x, use_reentrant=False)
+        output.square().sum().backward()
+        return [parameter.grad.clone() for parameter in layer.parameters()]
+
+    assert all(equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
+
+
+def test_any_module_with_our_core_is_heard_through_it() -> None:
+    class Theirs(nn.MultiheadAttention):
+        def __init__(self) -> None:
+            super().__init__(D, H, batch_first=True)
+            self.core = Core()
+
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            q, k, v = (x.unflatten(-1, (H, E)).transpose(1, 2) for x in (query, key, value))
+            mask, scale = ch.KeyPadding([L, 4, 2]), 0.5
+            return self.core(q, k, v, mask=mask, attn_bias=None, scale=scale).transpose(1, 2).flatten(2)
+
+    model, x = nn.ModuleDict({"theirs": Theirs(), "plain": module(batch_first=True)}), torch.randn(B, L, D)
+    with ch.record(model, ch.Observe(weights=True, lse=True)) as recording:
+        model["theirs"](x, x, value=x)
+        model["plain"](x, x, x)
+    assert list(recording) == ["theirs", "plain"]
+    heads = x.unflatten(-1, (H, E)).transpose(1, 2)
+    hidden = padding((L, 4, 2), L)
+    scores = (heads @ heads.mT / 2).masked_fill(hidden[:, None, None], -math.inf)
+    expected = scores.softmax(-1) * ~hidden[:, None, :, None]
+    torch.testing.assert_close(recording["theirs"].weights, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_converted_layers_are_heard_once_through_their_core(training: bool) -> None:
+    plain, x, hidden = encoder(nested=True).eval(), torch.randn(B, L, D), padding((L, 4, 2), L)
+    with torch.no_grad():
+        expected = by_hand(plain, x, key_padding_mask=hidden)
+    model = ch.convert(copy.deepcopy(plain)).train(training)
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(1)
+        with torch.set_grad_enabled(training):
+            return model(x, src_key_padding_mask=hidden)
+
+    alone = run()
+    with ch.record(model, ALL) as recording:
+        assert equal(run(), alone)
+    assert [len(recording.calls(name)) for name in recording] == [1, 1]
+    check_seen(recording["layers.0.self_attn"], expected[0], hidden)
+    if not training:  # else what comes next went through dropout
+        check_seen(recording["layers.1.self_attn"], expected[1], hidden)

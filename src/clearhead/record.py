@@ -26,10 +26,14 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
 
     The model keeps its own kernels and its output is bit-equal to an unrecorded run; statistics are computed
     beside it, in O(L) memory; of clearhead's own kernels (its modules, and under `clearhead.attach`) they come from
-    the same pass. In self-attention padded
-    queries are dead rows in what is recorded (never in the output), so `received` counts real queries only. Of a
-    static cache only the keys that exist are recorded. What gradient checkpointing computes again in the backward
-    pass is not recorded again.
+    the same pass. In self-attention padded queries are dead rows in what is recorded (never in the output), so
+    `received` counts real queries only. Of a static cache only the keys that exist are recorded. What gradient
+    checkpointing computes again in the backward pass is not recorded again.
+
+    Of torch's modules the softmax is recorded that their arguments mean: the fast path of an encoder layer hides all
+    that a float mask doesn't leave at 0, and gives NaN where a query sees nothing; a recording does neither.
+    Unbatched inputs are a batch of one; nested tensors are as long as their longest sequence; the keys of
+    ``add_bias_kv`` and ``add_zero_attn`` are the last ones, in this order.
 
     Args:
         model: any module that contains transformers models (their attention going through the registry, by
@@ -51,7 +55,9 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
         KeyError: there is no such layer; the message lists them.
 
     Warns:
-        UserWarning: attention layers that can't be recorded, and that ran all the same, by name.
+        UserWarning: attention layers that can't be recorded, and that ran all the same, by name; torch's attention
+            with another ``forward``, compiled, scripted or with parametrized weights; calls on the fast path of a
+            torch layer that `model` is only a part of.
 
     Example:
         >>> layers = torch.nn.ModuleDict({"first": MultiHeadAttention(8, 2), "second": MultiHeadAttention(8, 4)})
@@ -84,8 +90,10 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
         return context
 
     def heard(call: Call) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            recording.add(names[call.module], look_at(call, observe))
+        again = torch._C._current_graph_task_id() != -1
+        seen = None if again and not observe.grad else look_at(call, observe)
+        if seen is not None and not again:
+            recording.add(names[call.module], seen)
 
     with ExitStack() as stack:
         if foreign:
@@ -95,7 +103,7 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
         for module in own:
             if module in chosen:
                 stack.enter_context(handling_core(module, handle, listens=True))
-        stack.enter_context(torch_layers.listening(model, chosen.intersection(torchs), heard))
+        stack.enter_context(torch_layers.listening(model, chosen.intersection(torchs), heard, grad=observe.grad))
         yield recording
         if foreign and (missed := [names[module] for module in names if module in handler.ran - handler.handled]):
             warnings.warn(

@@ -1,9 +1,9 @@
 """Row 11: encoder layers expose no weights, and hooks and LoRA on ``out_proj`` never fire.
 
 pytorch 78109, 88810, 128413; peft 761; helical 405. Here every projection is a module that is called, and `record`
-sees every layer.
+sees every layer; torch's own in ``test_record_torch.py``.
 
-Not covered yet: recording torch's own encoder layers, and generation.
+Not covered yet: generation.
 """
 
 from __future__ import annotations

@@ -34,10 +34,15 @@ class _Merged(threading.local):
 
     masks: tuple[Tensor | None, Tensor | None, Tensor] | None = None
 
-    def taken(self) -> tuple[Tensor | None, Tensor | None, Tensor] | None:
-        """The same, once."""
-        masks, self.masks = self.masks, None
-        return masks
+    def while_running(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Any, tuple[Tensor | None, Tensor | None, Tensor] | None]:
+        """The result, and what was merged for it, but not for a call further inside."""
+        before, self.masks = self.masks, None
+        try:
+            return forward(*args, **options), self.masks
+        finally:
+            self.masks = before
 
 
 def attention_modules(model: nn.Module) -> tuple[list[nn.MultiheadAttention], dict[nn.Module, str]]:
@@ -67,7 +72,9 @@ def attention_modules(model: nn.Module) -> tuple[list[nn.MultiheadAttention], di
 
 
 @contextmanager
-def listening(model: nn.Module, modules: Collection[nn.Module], heard: Callable[[Call], None]) -> Iterator[None]:
+def listening(
+    model: nn.Module, modules: Collection[nn.Module], heard: Callable[[Call], None], *, grad: bool = False
+) -> Iterator[None]:
     """While this lasts, `heard` is called after every call of these ``nn.MultiheadAttention`` of the model.
 
     The call is the attention that the arguments mean, whatever torch's path makes of them: before dropout; with a
@@ -76,17 +83,31 @@ def listening(model: nn.Module, modules: Collection[nn.Module], heard: Callable[
 
     Unbatched inputs are a batch of one. Nested tensors are padded to the longest sequence and masked by their
     lengths. Keys that the module adds itself are the last ones: first ``add_bias_kv``'s, then ``add_zero_attn``'s.
+
+    Args:
+        model: what they are part of: its encoder layers call some of them on paths of their own.
+        modules: which to listen to.
+        heard: called with each `Call`.
+        grad: whether its tensors are to have a graph, where the model's have one. A graph nobody needs costs memory,
+            and checkpointing, which counts what is kept for it, takes it for the model's.
     """
     merged = {mha: _Merged() for mha in model.modules() if mha in modules and isinstance(mha, nn.MultiheadAttention)}
+
+    def listener(mha: nn.MultiheadAttention, *given: Any, **options: Any) -> None:
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            heard(_call(mha, *given, **options))
+
     with ExitStack() as stack:
         for mha in merged:
             stack.enter_context(_instead(mha, "merge_masks", _noting(mha, merged[mha])))
-            stack.enter_context(_instead(mha, "forward", _hearing(mha, merged[mha], heard)))
+            stack.enter_context(_instead(mha, "forward", _hearing(mha, merged[mha], listener)))
         for layer in model.modules():
             if isinstance(layer, nn.TransformerEncoderLayer) and layer.self_attn in merged:
-                stack.enter_context(_instead(layer, "forward", _hearing_fast(layer, merged[layer.self_attn], heard)))
+                stack.enter_context(
+                    _instead(layer, "forward", _hearing_fast(layer, merged[layer.self_attn], listener))
+                )
         yield
-        if any(note.taken() for note in merged.values()):
+        if any(note.masks for note in merged.values()):
             warnings.warn(
                 "not recorded: calls on the fast path of an nn.TransformerEncoderLayer that isn't part of what is "
                 "recorded, only its attention is: record the layer.",
@@ -105,43 +126,37 @@ def _noting(mha: nn.MultiheadAttention, merged: _Merged) -> Callable[..., Any]:
     return merge_masks
 
 
-def _hearing(mha: nn.MultiheadAttention, merged: _Merged, heard: Callable[[Call], None]) -> Callable[..., Any]:
+def _hearing(mha: nn.MultiheadAttention, merged: _Merged, heard: Callable[..., None]) -> Callable[..., Any]:
     own = mha.forward
 
     @wraps(own)
     def forward(*args: Any, **options: Any) -> Any:
-        try:
-            result = own(*args, **options)
-        finally:
-            fast = merged.taken() is not None
+        result, fast = merged.while_running(own, args, options)
         asked = _ARGUMENTS.bind(mha, *args, **options)
         asked.apply_defaults()
         given: dict[str, Any] = asked.arguments
         hidden = given["key_padding_mask"]
         # The one path on which torch follows the hint, and not the mask that it is a hint about.
-        causal = given["is_causal"] and not (fast or given["need_weights"] or hidden is not None)
+        causal = given["is_causal"] and not (fast is not None or given["need_weights"] or hidden is not None)
         attn_mask = None if causal else given["attn_mask"]
-        heard(_call(mha, given["query"], given["key"], given["value"], attn_mask, hidden, causal=causal))
+        heard(mha, given["query"], given["key"], given["value"], attn_mask, hidden, causal=causal)
         return result
 
     return forward
 
 
 def _hearing_fast(
-    layer: nn.TransformerEncoderLayer, merged: _Merged, heard: Callable[[Call], None]
+    layer: nn.TransformerEncoderLayer, merged: _Merged, heard: Callable[..., None]
 ) -> Callable[..., Any]:
     own = layer.forward
 
     @wraps(own)
     def forward(*args: Any, **options: Any) -> Any:
-        try:
-            result = own(*args, **options)
-        finally:
-            fast = merged.taken()  # a call of the attention itself has taken its own
+        result, fast = merged.while_running(own, args, options)
         if fast is not None:
             attn_mask, hidden, x = fast
             norm = layer.norm1 if layer.norm_first else None
-            heard(_call(layer.self_attn, x, x, x, attn_mask, hidden, norm=norm))
+            heard(layer.self_attn, x, x, x, attn_mask, hidden, norm=norm)
         return result
 
     return forward
