@@ -1,5 +1,7 @@
 // The Python module: tensors in by DLPack's C exchange (a few nanoseconds each), no torch headers.
 #include "dispatch.h"
+#include <algorithm>
+#include <initializer_list>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -31,6 +33,16 @@ struct Array : nb::dlpack::dltensor {
   }
 };
 
+// What autograd gives back may no longer be what a call kept: `Tensor.data` and hooks change it, memory with it.
+void expect(bool fits) {
+  if (!fits) throw std::runtime_error("tensors that do not fit each other: was one that the gradient needs given other memory?");
+}
+
+void expect(const Array &a, const Array &like, std::initializer_list<int64_t> shape) {
+  expect(a.ndim == (int)shape.size() && std::equal(shape.begin(), shape.end(), a.shape));
+  expect(a.dtype.bits == like.dtype.bits && a.dtype.code == like.dtype.code);
+}
+
 // Whether each row's features lie side by side, and rows of 16 bits start at whole words.
 bool readable(const Array &a) {
   if (!a.shape[0] || !a.shape[1] || !a.shape[2] || !a.shape[3]) return true; // nothing is read
@@ -45,15 +57,19 @@ bool dense(const Array &a) { // (B, H, L)
 
 View view(const Array &a) { return {a.start(), a.step(0), a.step(1), a.step(2)}; }
 
-Grid grid(nb::handle tensor) { // (B|1, H|1, L|1, S|1)
+Grid grid(nb::handle tensor, const Problem &p) { // (B|1, H|1, L|1, S|1)
   if (tensor.is_none()) return {};
   Array a(tensor);
+  const int64_t sizes[] = {p.B, p.H, p.L, p.S};
+  expect(a.ndim == 4);
+  for (int i = 0; i < 4; i++) expect(a.shape[i] == 1 || a.shape[i] == sizes[i]);
   return {a.start(), a.step(0), a.step(1), a.step(2), a.step(3)};
 }
 
-Grid per_query(nb::handle tensor) { // (B|1, L|1)
+Grid per_query(nb::handle tensor, const Problem &p) { // (B|1, L|1)
   if (tensor.is_none()) return {};
   Array a(tensor);
+  expect(a.ndim == 2 && (a.shape[0] == 1 || a.shape[0] == p.B) && (a.shape[1] == 1 || a.shape[1] == p.L));
   return {a.start(), a.step(0), 0, a.step(1), 0};
 }
 
@@ -67,23 +83,35 @@ Problem problem(nb::handle query, nb::handle key, nb::handle value, nb::handle c
   static int32_t asked;
   Problem p{};
   Array q(query), k(key), v(value);
-  if (!readable(q) || !readable(k) || !readable(v)) throw Unreadable{};
+  expect(q.ndim == 4 && k.ndim == 4 && v.ndim == 4 && q.dtype.bits <= 32);
   p.dtype = q.kind();
   p.B = q.shape[0], p.H = q.shape[1], p.L = q.shape[2], p.E = q.shape[3];
   p.Hkv = k.shape[1], p.S = k.shape[2], p.Ev = v.shape[3];
   p.query = view(q), p.key = view(k), p.value = view(v);
-  if (!context.is_none()) p.context = view(Array(context));
+  expect(p.Hkv && p.H % p.Hkv == 0);
+  expect(k, q, {p.B, p.Hkv, p.S, p.E});
+  expect(v, q, {p.B, p.Hkv, p.S, p.Ev});
+  if (!readable(q) || !readable(k) || !readable(v)) throw Unreadable{};
+  if (!context.is_none()) {
+    Array c(context);
+    expect(c, q, {p.B, p.H, p.L, p.Ev});
+    p.context = view(c);
+  }
   p.scale = (float)scale;
   p.mask.left = left, p.mask.right = right;
-  p.mask.first = per_query(first), p.mask.behind = per_query(behind);
-  p.mask.visible = grid(visible), p.mask.bias = grid(bias);
+  p.mask.first = per_query(first, p), p.mask.behind = per_query(behind, p);
+  p.mask.visible = grid(visible, p), p.mask.bias = grid(bias, p);
   if (!bias.is_none()) p.mask.bias_dtype = Array(bias).kind();
   if (!dropout.is_none()) {
     nb::tuple d = nb::cast<nb::tuple>(dropout);
     p.dropout = {true, nb::cast<int32_t>(d[0]), (uint32_t)nb::cast<int64_t>(d[1]), (uint32_t)nb::cast<int64_t>(d[2]), nb::cast<float>(d[3]),
                  nb::cast<int64_t>(d[4]), nb::cast<int64_t>(d[5]), nb::cast<int64_t>(d[6])};
   }
-  p.seen.lse = pointer(lse);
+  if (!lse.is_none()) {
+    Array a(lse);
+    expect(a.dtype.bits == 32 && a.ndim == 3 && a.shape[0] == p.B && a.shape[1] == p.H && a.shape[2] == p.L);
+    p.seen.lse = (float *)a.start();
+  }
   p.threads = threads;
   p.non_finite = trust ? nullptr : &asked; // the driver puts its own in
   return p;
@@ -134,8 +162,9 @@ int backward(nb::handle query, nb::handle key, nb::handle value, nb::handle cont
     Problem p = problem(query, key, value, context, lse, left, right, first, behind, visible, bias, scale, dropout, threads, trust);
     Array of_context(dcontext);
     // Context and lse were kept by autograd, whose hooks may have laid them out anew.
+    expect(of_context, Array(query), {p.B, p.H, p.L, p.Ev});
     if (!readable(of_context) || !readable(Array(context)) || !dense(Array(lse))) return UNREADABLE;
-    p.gradient = {view(of_context), view(Array(dquery)), view(Array(dkey)), view(Array(dvalue)), grid(dbias)};
+    p.gradient = {view(of_context), view(Array(dquery)), view(Array(dkey)), view(Array(dvalue)), grid(dbias, p)};
     nb::gil_scoped_release release;
     return attend_backward(p) ? DONE : NON_FINITE;
   } catch (Unreadable) {

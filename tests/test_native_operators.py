@@ -119,7 +119,7 @@ def test_the_operators_gradient_is_the_calls() -> None:
     seen = (k >= q) & (k <= q + 3) & (k >= parts.first[:, :, None]) & (k < parts.behind[:, :, None])
     mask = seen[:, None] & parts.visible
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clearhead.checks.torch.randint", lambda *args: chosen["seed"])
+        patch.setattr("clearhead.checks.torch.randint", lambda *args, **kwargs: chosen["seed"])
         out = ch.attention(*leaves[:3], mask, attn_bias=bias, scale=0.5, dropout_p=0.4, backend="reference")
     assert torch.allclose(out, context, atol=1e-6)
     expected = torch.autograd.grad(out, leaves, torch.ones_like(context))

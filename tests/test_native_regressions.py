@@ -239,6 +239,24 @@ def test_hooks_that_lay_out_anew_what_autograd_keeps() -> None:
         near(found, truth, 1e-5)
 
 
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("length", [3, 3000])
+def test_memory_that_was_exchanged_is_not_read(which: int, length: int) -> None:
+    leaves = [drawn(1, 2, 50, 64, seed=i).requires_grad_() for i in range(3)]
+    out = ch.attention(*leaves, backend="native")
+    leaves[which].data = torch.zeros(1, 2, length, 64)
+    with pytest.raises(RuntimeError, match="do not fit"):
+        torch.autograd.grad(out.sum(), leaves)
+
+
+def test_hooks_that_leave_another_dtype_are_noticed() -> None:
+    leaves = [drawn(1, 2, 50, 64, seed=i).requires_grad_() for i in range(3)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t):
+        out = ch.attention(*leaves, backend="native")
+    with pytest.raises(RuntimeError, match="do not fit"):
+        torch.autograd.grad(out.sum(), leaves)
+
+
 def test_dropout_where_new_tensors_are_made_elsewhere() -> None:
     x = torch.ones(1, 1, 5, 4)
     torch.manual_seed(0)
