@@ -260,3 +260,20 @@ def test_counts_of_queries_that_see_a_key(mask: str, cut: str) -> None:
         with tiling(cut):
             counts = queries_that_see(request)
         assert torch.equal(counts.expand(s.B, s.Hq, s.S), visible.sum(dim=2))
+
+
+@pytest.mark.parametrize("bias", [None, (2, 6, 7, 5), (1, 1, 7, 5), (2, 1, 1, 5)], ids=str)
+@pytest.mark.parametrize("mask", ["keys-real", "allowed-hqk", "segments-mixed", "causal"])
+def test_scores_of_some_keys(mask: str, bias: tuple[int, ...] | None) -> None:
+    s = SHAPES["gqa"]
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 6, 7, 11, generator=generator), torch.randn(2, 3, 5, 11, generator=generator)
+    added = None if bias is None else torch.randn(bias, generator=generator)
+    at = ch.At(heads=[4, 0], queries=[6, 1], keys=[-1, 2])
+    built, _ = MASKS[mask](s)
+    observe = ch.Observe(scores=at, masked_scores=at)
+    _, seen = ch.attention(query, key, key, built, attn_bias=added, observe=observe)
+    scores = query @ key.repeat_interleave(2, dim=1).mT / 11**0.5 + (0.0 if added is None else added)
+    visible = built.dense(7, 5).expand(2, 6, 7, 5)
+    for whole, part in ((scores, seen.scores), (scores.masked_fill(~visible, -torch.inf), seen.masked_scores)):
+        assert torch.allclose(part, whole[:, [4, 0]][:, :, [6, 1]][..., [4, 2]], atol=1e-5)

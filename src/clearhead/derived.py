@@ -80,7 +80,7 @@ def _norms(request: Request) -> tuple[Tensor, Tensor]:
 def pattern_weights(request: Request, observe: Observe, lse: Tensor) -> dict[str, Any]:
     """``exp(lse(mask & pattern) - lse(mask))`` of each pattern, by the kernels, which skip what it hides.
 
-    Nothing where they decline, or something is not finite.
+    Nothing where they decline. Where a query sees something non-finite its lse is NaN, and so are these.
     """
     found = {}
     for name, pattern in (observe.patterns or {}).items():

@@ -51,8 +51,6 @@ def look(request: Request, observe: Observe, found: dict[str, Any]) -> dict[str,
     if observe.rest and request.sinks is None:
         found = found | {"rest": request.query.new_zeros(request.sizes[:3], dtype=request.acc_dtype)}
     needed = sources(observe, request)
-    if observe.patterns and "lse" in found:
-        found = found | pattern_weights(request, observe, found["lse"])
     if not observe.lse and "lse" not in found:
         needed = replace(needed, lse=False)  # it is for the patterns of the kernels only
     asked = [name for name in STATISTICS if needed.asks(name) and name not in found]
@@ -60,6 +58,9 @@ def look(request: Request, observe: Observe, found: dict[str, Any]) -> dict[str,
     derived = any(observe.asks(name) for name in DERIVED)
     with torch.set_grad_enabled(observe.grad and torch.is_grad_enabled()):
         finite, aside = set_aside(request) if asked or maps or derived else (request, None)
+        if "patterns" in asked and "lse" in found:
+            found = found | pattern_weights(finite, observe, found["lse"])
+            asked = [name for name in asked if name not in found]
         # In a graph each statistic is a pass of its own: a checkpoint recomputes all that was computed together,
         # and would keep what the loss makes no use of.
         together = [[name] for name in asked] if finite.needs_grad else [asked] if asked else []
@@ -297,8 +298,11 @@ def _map(request: Request, aside: SetAside | None, name: str, at: At) -> Tensor:
 
     def part(batch: slice, rows: slice | Tensor) -> Tensor:
         tile = Tile(batch, ALL if heads is None else heads, rows, slice(0, S), L, S, device)
-        values = _map_tile(request, aside, name, tile)
-        return values if keys is None else values[..., keys]
+        if keys is None:
+            return _map_tile(request, aside, name, tile)
+        if name in ("scores", "masked_scores"):  # a score needs no other key
+            return _map_tile(request, aside, name, tile._replace(keys=keys))
+        return _map_tile(request, aside, name, tile)[..., keys]
 
     if at.last_real:
         last = _last_alive(request)

@@ -152,7 +152,7 @@ def bias_tile(request: Request, tile: Tile) -> Tensor | None:
     if bias is None:
         return None
     for axis, index in enumerate((tile.batch, tile.heads, tile.queries, tile.keys)):
-        if bias.shape[axis] != 1:
+        if bias.shape[axis] != 1:  # one axis at a time: lists of indices of two would go by pairs
             cut: list[slice | Tensor] = [slice(None)] * 4
             cut[axis] = index
             bias = bias[tuple(cut)]

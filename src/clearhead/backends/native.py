@@ -82,15 +82,13 @@ class Native(Backend):
         return {} if piece is None else statistics(piece, observe)
 
     def lse(self, request: Request) -> Tensor | None:
-        """Log of the sum of exponentiated scores, (B, Hq, L); None where something is not finite, or it declines."""
+        """Log of the sum of exponentiated scores of a finite call, (B, Hq, L); None where the kernels decline."""
         if self.reasons(request) or not _plain(request):
             return None
         piece, only = _whole(request), Observe(lse=True)
         if piece is not None:
-            return statistics(piece, only).get("lse")
-        found = [(tile, statistics(part, only).get("lse")) for tile, part in _tiles(request)]
-        parts = [(tile, part) for tile, part in found if part is not None]
-        return assemble(parts) if len(parts) == len(found) else None
+            return statistics(piece, only, finite=True)["lse"]
+        return assemble((tile, statistics(part, only, finite=True)["lse"]) for tile, part in _tiles(request))
 
 
 def _plain(request: Request) -> bool:

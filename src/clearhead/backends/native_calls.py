@@ -138,8 +138,11 @@ def forward(
     return context, lse, found if aside is None else _spoil(found, aside)
 
 
-def statistics(piece: Piece, observe: Observe) -> dict[str, Any]:
-    """Statistics that were asked for, without a context; none if something is not finite."""
+def statistics(piece: Piece, observe: Observe, *, finite: bool = False) -> dict[str, Any]:
+    """Statistics that were asked for, without a context; none if something is not finite.
+
+    With `finite` the piece is known to be, though hidden scores of it may overflow.
+    """
     room = _room(piece.query, piece.key, observe)
     if room is None:
         return {}
@@ -149,7 +152,11 @@ def statistics(piece: Piece, observe: Observe) -> dict[str, Any]:
     tensors = (piece.query, piece.key, piece.value, None, lse)
     outcome = kernels.forward(*tensors, *piece.rest(), False, room.as_tuple())
     if outcome == kernels.UNREADABLE:
-        return statistics(piece.packed(), observe)
+        return statistics(piece.packed(), observe, finite=finite)
+    if outcome == kernels.NON_FINITE and finite:
+        piece = piece.packed()
+        tensors = (piece.query, piece.key, piece.value, None, lse)
+        outcome = kernels.forward(*tensors, *piece.rest(), True, room.as_tuple())
     return room.found(lse, observe) if outcome == kernels.DONE else {}
 
 
