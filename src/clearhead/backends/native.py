@@ -85,10 +85,12 @@ class Native(Backend):
         """Log of the sum of exponentiated scores of a finite call, (B, Hq, L); None where the kernels decline."""
         if self.reasons(request) or not _plain(request):
             return None
-        piece, only = _whole(request), Observe(lse=True)
-        if piece is not None:
-            return statistics(piece, only, finite=True)["lse"]
-        return assemble((tile, statistics(part, only, finite=True)["lse"]) for tile, part in _tiles(request))
+        only = Observe(lse=True)
+        piece = _whole(request)
+        if piece is None:
+            return assemble((tile, statistics(part, only, finite=True)["lse"]) for tile, part in _tiles(request))
+        lse: Tensor = statistics(piece, only, finite=True)["lse"]
+        return lse
 
 
 def _plain(request: Request) -> bool:
