@@ -49,10 +49,12 @@ bool readable(const Array &a) {
   return (a.shape[3] <= 1 || a.strides[3] == 1) && (a.dtype.bits != 16 || a.step(2) % 2 == 0 || a.shape[3] % 2);
 }
 
-bool dense(const Array &a) { // (B, H, L)
-  return !a.shape[0] || !a.shape[1] || !a.shape[2] ||
-         ((a.shape[2] == 1 || a.strides[2] == 1) && (a.shape[1] == 1 || a.strides[1] == a.shape[2]) &&
-          (a.shape[0] == 1 || a.strides[0] == a.shape[1] * a.shape[2]));
+// Whether numbers follow one another in the order of the axes.
+bool dense(const Array &a) {
+  int64_t next = 1;
+  bool found = true;
+  for (int i = a.ndim - 1; i >= 0; next *= a.shape[i--]) found = found && (a.shape[i] == 1 || a.strides[i] == next);
+  return found || !next; // without numbers nothing is read
 }
 
 View view(const Array &a) { return {a.start(), a.step(0), a.step(1), a.step(2)}; }
@@ -109,7 +111,8 @@ Problem problem(nb::handle query, nb::handle key, nb::handle value, nb::handle c
   }
   if (!lse.is_none()) {
     Array a(lse);
-    expect(a.dtype.bits == 32 && a.ndim == 3 && a.shape[0] == p.B && a.shape[1] == p.H && a.shape[2] == p.L);
+    const int64_t shape[] = {p.B, p.H, p.L, 2};
+    expect(a.dtype.bits == 32 && a.ndim == 4 && std::equal(shape, shape + 4, a.shape));
     p.seen.lse = (float *)a.start();
   }
   p.threads = threads;
