@@ -468,8 +468,10 @@ def test_a_nested_residual_and_its_gradient(layout: torch.layout) -> None:
 
 def test_nested_and_causal() -> None:
     ours, theirs = pair(batch_first=True)
-    x = nested([5, 3])
+    x, called = nested([5, 3]), []
+    ours.register_forward_hook(lambda *_: called.append(1))
     output = ours(x, x, x, is_causal=True)[0]
+    assert called == [1]
     for found, part in zip(output.unbind(), x.unbind(), strict=True):
         mask = torch.ones(len(part), len(part), dtype=torch.bool).triu(1)
         close(found, truth(theirs, part, part, part, attn_mask=mask)[0])

@@ -514,11 +514,13 @@ def test_errors_change_nothing() -> None:
     assert not any(isinstance(module, MultiheadAttention) for module in model.modules())
     ch.convert(model)
     handle = model[1].layers[1].self_attn.core.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"1\.layers\.1\.self_attn has hooks"):
+    with pytest.raises(ValueError, match=r"1\.layers\.1\.self_attn was replaced, has hooks"):
         ch.convert(model, to="torch")
     assert all(type(m) is MultiheadAttention for m in model.modules() if isinstance(m, nn.MultiheadAttention))
     assert not model[1].use_nested_tensor
     handle.remove()
+    with ch.record(model, ch.Observe(entropy=True)), pytest.raises(ValueError, match="or is being recorded"):
+        ch.convert(model, to="torch")
     ch.convert(model, to="torch")
     assert type(model[0]) is nn.MultiheadAttention
 

@@ -35,7 +35,7 @@ def convert(model: M, to: Literal["clearhead", "torch"] = "clearhead") -> M:
 
     Raises:
         TypeError: not a module.
-        ValueError: another `to`; or the way back would lose hooks on a ``core``. Nothing is changed then.
+        ValueError: another `to`; or the way back would lose what was done to a ``core``. Nothing is changed then.
 
     Warns:
         UserWarning: names attention modules that are left alone, since they have a ``forward`` of their own.
@@ -119,10 +119,11 @@ def _check_cores(names: dict[nn.Module, str], classes: dict[nn.Module, type[nn.M
     for module, name in names.items():
         if isinstance(module, MultiheadAttention) and classes[module] is not None:
             core = module.core
-            ours = type(core) is SlowPathCore and len(core._forward_pre_hooks) == 1
+            ours = type(core) is SlowPathCore and len(core._forward_pre_hooks) == 1 and "forward" not in vars(core)
             if not ours or core._forward_hooks or core._backward_hooks or core._backward_pre_hooks:
                 raise ValueError(
-                    f"torch's module has no core, and that of {name} has hooks or was replaced: remove them first."
+                    f"torch's module has no core, and that of {name} was replaced, has hooks or is being recorded: "
+                    f"undo that first."
                 )
 
 

@@ -76,7 +76,8 @@ class _Instead:
         self, query: Tensor, key: Tensor, value: Tensor, *, observe: Observe | None = None, **options: Any
     ) -> Tensor | tuple[Tensor, Seen]:
         mask = check(query, key, value, options.pop("mask"), None, None, 0.0).mask
-        padded = padding_in(mask) if getattr(self._call, "itself", False) else None
+        itself = getattr(self._call, "itself", False) and key.shape[2] == query.shape[2]  # no keys were added
+        padded = padding_in(mask) if itself else None
         call = Call(self.mha, query, key, value, mask, padded=padded, **options)
         seen: Seen | None = None
 
