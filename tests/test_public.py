@@ -49,7 +49,7 @@ EXTRAS = ["matplotlib", "transformers", "tokenizers", "safetensors", "gt_all_min
 DEVELOPMENT = ["pytest", "hypothesis", "IPython", "pandas"]
 
 callables = [name for name in clearhead.__all__ if not name.endswith("Error")]
-without_shapes = ["Causal", "Window", "At", "Seen", "attach", "detach", "intervene"]
+without_shapes = ["Causal", "Window", "At", "Seen", "attach", "detach", "intervene", "Knockout", "ScaleHeads"]
 
 
 def test_all_is_the_contract() -> None:
