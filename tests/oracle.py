@@ -211,14 +211,15 @@ class Truth:
 
     @property
     def agreement(self) -> Array:
-        """From the divergences of both heads to their mean."""
+        """From the divergences of both heads to their mean; what the sink takes is one more key."""
         B, H, L, S = self.scores.shape
+        shares = np.concatenate([self.weights, self.rest[..., None]], axis=-1)
         found = np.zeros((B, H, H))
         for b, h, other in np.ndindex(B, H, H):
             rows = [q for q in range(L) if self.alive[b, h, q] and self.alive[b, other, q]]
             for q in rows:
-                for k in range(S):
-                    one, two = self.weights[b, h, q, k], self.weights[b, other, q, k]
+                for k in range(S + 1):
+                    one, two = shares[b, h, q, k], shares[b, other, q, k]
                     for weight in (one, two):
                         if weight > 0:
                             found[b, h, other] += weight * math.log(2 * weight / (one + two)) / 2 / len(rows)

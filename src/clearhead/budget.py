@@ -38,7 +38,7 @@ def bytes_seen(
     shared = H if kv_heads is None else kv_heads
     exact = 8 if dtype == torch.float64 else 4
     by_query, by_key = B * H * L * exact, B * H * S * exact
-    costs = dict.fromkeys(("lse", "entropy", "max_weight", "max_score", "distance", "lookback"), by_query)
+    costs = dict.fromkeys(("lse", "entropy", "max_weight", "max_score", "distance", "rest", "lookback"), by_query)
     costs |= dict.fromkeys(("received", "received_mean", "value_weighted", "contribution"), by_key)
     costs["agreement"] = B * H * H * exact
     costs["top_k"] = B * H * L * (observe.top_k or 0) * (exact + 4)

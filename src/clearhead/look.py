@@ -185,7 +185,7 @@ def _measure(sight: Sight, observe: Observe) -> dict[str, Tensor]:
         by_key = contribution(sight.weights, sight.value, sight.spoilt, sight.visible)
         found["contribution"] = _over_all_keys(by_key, sight.tile)
     if observe.agreement:
-        found["agreement sum"], found["agreement rows"] = disagreement(sight.weights, sight.visible)
+        found["agreement sum"], found["agreement rows"] = disagreement(sight.weights, sight.visible, sight.rest)
     if observe.rest and sight.rest is not None:
         found["rest"] = sight.rest
     if observe.top_k:

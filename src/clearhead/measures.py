@@ -43,15 +43,18 @@ def contribution(weights: Tensor, value: Tensor, spoilt: Tensor | None, visible:
     return found.masked_fill((reached if visible is None else reached & visible).any(dim=-2), torch.nan)
 
 
-def disagreement(weights: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+def disagreement(weights: Tensor, visible: Tensor | None, rest: Tensor | None) -> tuple[Tensor, Tensor]:
     """Jensen-Shannon divergence of every two heads, summed over the queries alive in both, and their number.
 
-    Both (b, h, h). One head against all at a time: never h x h maps.
+    Both (b, h, h). One head against all at a time: never h x h maps. What goes to the sinks, the rest (b, h, q),
+    counts as one more key.
     """
     b, h, q, _ = weights.shape
     alive = weights.new_ones(b, h, q)
     if visible is not None:
         alive = alive * visible.any(dim=-1)
+    if rest is not None:
+        weights = torch.cat([weights, rest[..., None]], dim=-1)
     own = _entropy(weights)
     sums = []
     for head in range(h):

@@ -117,7 +117,8 @@ class Observe:
             query sum to 1 (to 0 where its context is 0) and may be negative.
         agreement: Jensen-Shannon divergence between the weights of every two heads, in nats (0: the same; at most
             log 2), ``H((w + w') / 2) - (H(w) + H(w')) / 2``, averaged over the queries that see something in both,
-            (B, Hq, Hq). Clark et al. 2019 (1906.04341), section 6. It takes Hq / 2 times the work of an entropy.
+            (B, Hq, Hq); what goes to a sink counts as one more key. It takes Hq times the work of an entropy.
+            Clark et al. 2019 (1906.04341), section 6.
         rest: 1 - the sum of a row's weights, the share of its head's sink, (B, Hq, L); 0 without sinks and in dead
             rows. The other statistics are sums over the keys. Xiao et al. 2023 (2309.17453).
         top_k: the k strongest keys of each query: a pair (weights, int32 key indices), each (B, Hq, L, k);
