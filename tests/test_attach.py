@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.backends.native import Native
+from clearhead import functional
 from clearhead.compat.transformers_masks import MaskTensor
 from families import ALL, BY_NAME, Family, transformers
 from test_record_families import agree
@@ -30,9 +30,9 @@ def test_no_table_of_the_mask_is_made(family: Family, side: str | None, monkeypa
         raise AssertionError("a mask was made as a tensor")
 
     model, calls = ch.attach(family.build()), []
-    see = Native.see
+    choose = functional.choose
     monkeypatch.setattr(MaskTensor, "numbers", numbers)
-    monkeypatch.setattr(Native, "see", lambda *args: calls.append(args) or see(*args))
+    monkeypatch.setattr(functional, "choose", lambda *args: calls.append(args) or choose(*args))
     with torch.no_grad():
         model(**family.inputs(side))
         with ch.record(model, ch.Observe(entropy=True)) as recording:
