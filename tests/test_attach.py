@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +63,24 @@ def test_attach_and_detach_leave_each_configuration_as_it_was() -> None:
     assert set(implementations(other)) == {"clearhead"}
     assert implementations(ch.detach(other)) == before
     assert implementations(ch.detach(model)) == before
+
+
+def test_an_attached_model_is_loaded_attached_in_another_process(tmp_path: Path) -> None:
+    model = ch.attach(BY_NAME["llama"].build())
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        torch.save((model, ids, model(input_ids=ids).logits), tmp_path / "model.pt")
+    script = """
+        import sys, torch
+        model, ids, logits = torch.load(sys.argv[1], weights_only=False)
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=ids).logits, logits)
+        import clearhead as ch
+        print(model.config._attn_implementation, ch.detach(model).config._attn_implementation)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "model.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path.cwd())
+    assert done.stdout.split() == ["clearhead", "sdpa"]
 
 
 def test_what_cannot_be_attached_is_named() -> None:
