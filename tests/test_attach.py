@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.backends.native import Native
+from clearhead import functional
 from clearhead.compat.transformers_masks import MaskTensor
 from families import ALL, BY_NAME, Family, transformers
 from test_record_families import agree
@@ -30,9 +34,9 @@ def test_no_table_of_the_mask_is_made(family: Family, side: str | None, monkeypa
         raise AssertionError("a mask was made as a tensor")
 
     model, calls = ch.attach(family.build()), []
-    see = Native.see
+    choose = functional.choose
     monkeypatch.setattr(MaskTensor, "numbers", numbers)
-    monkeypatch.setattr(Native, "see", lambda *args: calls.append(args) or see(*args))
+    monkeypatch.setattr(functional, "choose", lambda *args: calls.append(args) or choose(*args))
     with torch.no_grad():
         model(**family.inputs(side))
         with ch.record(model, ch.Observe(entropy=True)) as recording:
@@ -59,6 +63,24 @@ def test_attach_and_detach_leave_each_configuration_as_it_was() -> None:
     assert set(implementations(other)) == {"clearhead"}
     assert implementations(ch.detach(other)) == before
     assert implementations(ch.detach(model)) == before
+
+
+def test_an_attached_model_is_loaded_attached_in_another_process(tmp_path: Path) -> None:
+    model = ch.attach(BY_NAME["llama"].build())
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        torch.save((model, ids, model(input_ids=ids).logits), tmp_path / "model.pt")
+    script = """
+        import sys, torch
+        model, ids, logits = torch.load(sys.argv[1], weights_only=False)
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=ids).logits, logits)
+        import clearhead as ch
+        print(model.config._attn_implementation, ch.detach(model).config._attn_implementation)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "model.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path.cwd())
+    assert done.stdout.split() == ["clearhead", "sdpa"]
 
 
 def test_what_cannot_be_attached_is_named() -> None:

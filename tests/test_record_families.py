@@ -11,7 +11,9 @@ from torch import Tensor
 import clearhead as ch
 from families import ALL, BY_NAME, Family, eager_weights, transformers
 
-SHOWN = ch.Observe(weights=True, entropy=True, max_weight=True, distance=True, received=True, offsets=[0, 1])
+SHOWN = ch.Observe(
+    weights=True, entropy=True, max_weight=True, distance=True, received=True, rest=True, offsets=[0, 1]
+)
 
 
 def on_real(rows: Tensor, real: Tensor) -> Tensor:
@@ -42,6 +44,7 @@ def compare(seen: ch.Seen, eager: Tensor, real: Tensor, *, padded_are_dead: bool
     by_query = {
         "entropy": torch.special.entr(weights).sum(-1),
         "max_weight": weights.amax(-1),
+        "rest": 1 - weights.sum(-1),
         "distance": (weights * apart.abs()).sum(-1),
         "offsets": torch.stack([(weights * (apart == -d)).sum(-1) for d in (0, 1)], -1),
     }

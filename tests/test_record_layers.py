@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.compat import transformers as hf
 from clearhead.compat.call import Call
-from families import BY_NAME, transformers
+from families import BY_NAME, tokens, transformers
 from test_record_families import agree
 
 ENTROPY = ch.Observe(entropy=True)
@@ -277,3 +277,68 @@ def test_an_exception_leaves_the_model_as_it_was() -> None:
     }
     assert [len(interface._global_mapping) for interface in hf.interfaces()] == before
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_model_that_branches_on_the_implementation_keeps_its_way(implementation: str) -> None:
+    model = BY_NAME["llama"].build(implementation)
+    layer = model.model.layers[0].self_attn
+
+    class Branching(type(layer)):  # type: ignore[misc]
+        def forward(self, *args: Any, **options: Any) -> Any:
+            if self.config._attn_implementation not in ("eager", "sdpa"):
+                raise NotImplementedError
+            return super().forward(*args, **options)
+
+    layer.__class__ = Branching
+    plain = run(model)
+    with ch.record(model, ENTROPY) as recording:
+        assert torch.equal(run(model), plain)
+    assert list(recording) == LAYERS
+
+
+def test_a_layer_that_runs_several_times_is_recorded_each_time() -> None:
+    """ALBERT's one layer is all of its layers."""
+    sizes = {**BY_NAME["bert"].sizes, "embedding_size": 7, "num_hidden_layers": 3}
+    torch.manual_seed(0)
+    model = transformers.AlbertModel(transformers.AlbertConfig(**sizes, attn_implementation="eager")).eval()
+    inputs = BY_NAME["bert"].inputs("left")
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        eager = model(**inputs, output_attentions=True).attentions
+        with ch.record(ch.attach(model), ch.Observe(weights=True)) as recording:
+            model(**inputs)
+    (name,) = recording
+    assert len(recording.calls(name)) == len(eager) == 3
+    for seen, weights in zip(recording.calls(name), eager, strict=True):
+        agree(seen.weights.transpose(1, 2)[real], weights.transpose(1, 2)[real])
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_cross_attention_of_equal_lengths_is_not_taken_for_self_attention(name: str) -> None:
+    """Its keys are padded, not its queries: all of these count in what the keys receive."""
+    family = BY_NAME[name]
+    generator = torch.Generator().manual_seed(2)
+    encoder, decoder = tokens(7, "right", generator), tokens(7, None, generator)
+    inputs = {**encoder, "decoder_input_ids": decoder["input_ids"]}
+    with torch.no_grad():
+        eager = family.build("eager")(**inputs, output_attentions=True).cross_attentions
+        for model in (family.build(), ch.attach(family.build())):
+            with ch.record(model, ch.Observe(received=True)) as recording:
+                model(**inputs)
+            crossing = [layer for layer in recording if layer.endswith(("encoder_attn", "EncDecAttention"))]
+            for layer, weights in zip(crossing, eager, strict=True):
+                agree(recording[layer].received, weights.sum(2))
+
+
+def test_the_bytes_of_all_layers_are_told_before_the_first_is_computed() -> None:
+    model = BY_NAME["llama"].build()
+    one = 3 * 6 * 11 * 11 * 4
+    with (
+        pytest.raises(ch.TooLargeError, match=rf"takes {2 * one} bytes .* for 2 layers.*L=11"),
+        ch.record(model, ch.Observe(weights=True, allow_bytes=2 * one - 1)) as recording,
+    ):
+        run(model)
+    assert len(recording) == 0
+    with ch.record(model, ch.Observe(weights=True, allow_bytes=one), 1):  # of one layer there is room
+        run(model)

@@ -269,10 +269,19 @@ def check_observe(observe: Observe, request: Request) -> None:
             f"Observe(lookback=...) must be a number or (B,) with B={B}, not {tuple(observe.lookback.shape)}."
         )
     if not torch.compiler.is_exporting():  # of a program for any length nothing is known
-        query, key, value = request.query, request.key, request.value
-        widths = (query.shape[3], value.shape[3])
-        costs = bytes_seen(observe, request.sizes, kv_heads=key.shape[1], widths=widths, dtype=query.dtype)
-        check_bytes(observe, costs, f"a call with B={B}, Hq={H}, L={L}, S={S}")
+        check_size(observe, request)
+
+
+def check_size(observe: Observe, request: Request, layers: int = 1) -> None:
+    """Raise TooLargeError if what is to be seen of a call, or of one in each of so many layers, is too large."""
+    query, key, value = request.query, request.key, request.value
+    widths = (query.shape[3], value.shape[3])
+    costs = bytes_seen(observe, request.sizes, kv_heads=key.shape[1], widths=widths, dtype=query.dtype)
+    B, H, L, S = request.sizes
+    what = "a call" if layers == 1 else f"{layers} layers, all as the first,"
+    check_bytes(
+        observe, {name: layers * cost for name, cost in costs.items()}, f"{what} with B={B}, Hq={H}, L={L}, S={S}"
+    )
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

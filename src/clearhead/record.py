@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from clearhead.checks import check_size
 from clearhead.compat import torch_layers
-from clearhead.compat.call import Call, Run, look_at
+from clearhead.compat.call import Call, Run, look_at, request_of
 from clearhead.compat.cores import handling_core, has_core
 from clearhead.compat.transformers import Handler, handling
 from clearhead.compat.transformers_layers import attention_layers
@@ -53,6 +54,7 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
     Raises:
         ValueError: nothing in the model can be recorded, with the reason, or it is being recorded already.
         KeyError: there is no such layer; the message lists them.
+        TooLargeError: in the first call, what the layers together would take is more than ``allow_bytes``.
 
     Warns:
         UserWarning: attention layers that can't be recorded, and that ran all the same, by name; torch's attention
@@ -81,7 +83,16 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
     chosen = choose_layers({name: module for module, name in names.items() if module in recordable}, layers)
     recording = Recording(list(names.values()))
 
+    sized = False
+
+    def fits(call: Call) -> None:
+        nonlocal sized
+        if not sized:  # before the first layer is looked at: what all of them will take
+            check_size(observe, request_of(call, observe), layers=len(chosen))
+            sized = True
+
     def handle(call: Call, run: Run) -> Tensor:
+        fits(call)
         # In the backward pass a checkpoint computes again what was recorded; a graph must be the same again.
         again = torch._C._current_graph_task_id() != -1
         context, seen = run(call, None if again and not observe.grad else observe)
@@ -90,6 +101,7 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
         return context
 
     def heard(call: Call) -> None:
+        fits(call)
         again = torch._C._current_graph_task_id() != -1
         seen = None if again and not observe.grad else look_at(call, observe)
         if seen is not None and not again:

@@ -23,6 +23,9 @@ class _Attached(str):
     before: str
 
     def __new__(cls, before: str) -> Self:
+        functions, masks = interfaces()  # here, so that it is found in a process that only loads a model, too
+        functions.register(ATTACHED, _attention_forward)
+        masks.register(ATTACHED, _mask)
         itself = super().__new__(cls, ATTACHED)
         itself.before = before
         return itself
@@ -57,9 +60,6 @@ def attach(model: Model) -> Model:
         ('clearhead', 'sdpa')
     """
     _check(model)
-    functions, masks = interfaces()
-    functions.register(ATTACHED, _attention_forward)
-    masks.register(ATTACHED, _mask)
     for config in configurations(model):
         before = config._attn_implementation_internal
         if not isinstance(before, _Attached):

@@ -66,10 +66,16 @@ def request_of(call: Call, observe: Observe) -> Request:
     """The call as its statistics see it, checked: padded queries hidden, nothing dropped."""
     if call.padded is not None:
         call = call._replace(mask=call.padded if call.mask is None else call.mask & call.padded)
-    request = check(*call[1:5], call.attn_bias, call.scale, 0.0)
+    request = check(*call[1:5], call.attn_bias, call.scale, 0.0, call.softcap, call.sinks)
     check_observe(observe, request)
     return request
 
 
 def _options(call: Call) -> dict[str, Any]:
-    return {"attn_bias": call.attn_bias, "scale": call.scale, "backend": call.backend}
+    return {
+        "attn_bias": call.attn_bias,
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "sinks": call.sinks,
+        "backend": call.backend,
+    }

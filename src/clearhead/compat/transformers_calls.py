@@ -16,13 +16,7 @@ from clearhead.compat.transformers_masks import MaskTensor, meaning_on, padding_
 from clearhead.masks import Causal, Mask
 from clearhead.observe import Observe
 
-_UNKNOWN = (
-    "indices",
-    "block_indices",
-    "sinks",
-    "softcap",
-    "s_aux",
-)  # arguments that choose keys, or stand for some, in their own way
+_UNKNOWN = ("indices", "block_indices", "sinks")  # arguments that choose keys, or stand for some, in their own way
 
 
 def read_call(
