@@ -19,7 +19,10 @@ from clearhead.view.report import render
 if TYPE_CHECKING:
     import pandas as pd
 
-_CROSS = re.compile("cross|encdec|encoder_attn", re.IGNORECASE)
+
+def is_cross(name: str) -> bool:
+    """Whether a layer of that name is cross-attention, as transformers' models call theirs."""
+    return re.search("cross|encdec|encoder_attn", name, re.IGNORECASE) is not None
 
 
 class Recording(Mapping[str, Seen]):
@@ -169,7 +172,7 @@ class Recording(Mapping[str, Seen]):
         return self._weights(cross=True)
 
     def _weights(self, *, cross: bool) -> tuple[Tensor, ...]:
-        chosen = [(name, seen) for name, seen in self.items() if bool(_CROSS.search(name)) == cross]
+        chosen = [(name, seen) for name, seen in self.items() if is_cross(name) == cross]
         lacking = [name for name, seen in chosen if "weights" not in seen or not seen.observe.whole("weights")]
         if lacking:
             total = sum(B * H * L * S for B, H, L, S in (seen.sizes for _, seen in chosen))
