@@ -116,9 +116,9 @@ class Recording(Mapping[str, Seen]):
     def find(self, kind: str, most: int | None = None) -> list[Head]:
         """The heads that do one thing, most of it first: (score, layer, number, head), the score a mean of `heads`.
 
-        - ``"previous"``, ``"duplicate"``, ``"induction"``: weight on that pattern of `clearhead.patterns`; the
-          first also from ``offsets=[1]``.
-        - ``"next"``, ``"self"``: weight at offset -1 and 0.
+        - ``"previous"``, ``"next"``, ``"self"``: weight at offset 1, -1 and 0; the first else on that pattern of
+          `clearhead.patterns`.
+        - ``"duplicate"``, ``"induction"``: weight on that pattern of `clearhead.patterns`.
         - ``"sink"``: weight on ``mass["sink"]``, else on each text's first key.
         - ``"local"``, ``"distant"``: mean distance in tokens, smallest and largest first.
         - ``"focused"``, ``"diffuse"``: mean entropy in nats, smallest and largest first.

@@ -241,7 +241,7 @@ def _at(saved: dict[str, Any]) -> At:
     return At(**choices, last_real=saved.get("last_real") is True)
 
 
-_KNOWN = {f.name for f in fields(Observe)} - {"grad", "allow_bytes"} | {"rest"}
+_KNOWN = {f.name for f in fields(Observe)} - {"grad", "allow_bytes"}
 
 
 def _check(name: str, value: Any, sizes: tuple[int, int, int, int], observe: Observe) -> None:

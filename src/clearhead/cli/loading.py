@@ -55,13 +55,15 @@ def _load(source: str, gguf: str | None) -> tuple[nn.Module, Any]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if gguf is not None:
+        _silence_gguf()
     options: dict[str, Any] = _SAFE if gguf is None else {**_SAFE, "gguf_file": gguf}
     shown = source if gguf is None else str(Path(source) / gguf)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True, **options)
         config = AutoConfig.from_pretrained(source, **options)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModel
-        model, loaded = _weights(kind, source, options)
+        model, loaded = _weights(kind, source, config, options)
     except Exception as error:  # foreign input: whatever its files break is one line
         there = gguf is not None or Path(source).is_dir()
         where = "is it a model?" if there else "no such folder, and not in transformers' cache."
@@ -72,19 +74,34 @@ def _load(source: str, gguf: str | None) -> tuple[nn.Module, Any]:
         raise UserError(f"{shown} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}.")
     if not tokenizer.is_fast:
         raise UserError(f"the tokenizer in {shown} gives no offsets into the text (no tokenizer.json).")
-    model.config.use_cache = False  # each token is read once: there is nothing to keep
     return model.eval(), tokenizer
 
 
-def _weights(kind: Any, source: str, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Safetensors only: other formats can run code when they are opened; the attention, too, is named by us."""
+def _silence_gguf() -> None:
+    """Its own progress bar asks nobody."""
+    from functools import partial
+
+    from tqdm.auto import tqdm
+    from transformers import modeling_gguf_pytorch_utils as gguf
+
+    gguf.tqdm = partial(tqdm, disable=True)
+
+
+def _weights(kind: Any, source: str, config: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Safetensors only: other formats can run code when they are opened.
+
+    So can the attention that a configuration names: it may be fetched from elsewhere, whatever the argument says.
+    """
     for implementation in ("sdpa", "eager"):
+        config._attn_implementation = implementation
+        given = {} if "gguf_file" in options else {"config": config}
         try:
             return kind.from_pretrained(  # type: ignore[no-any-return]
                 source,
                 use_safetensors=True,
                 attn_implementation=implementation,
                 output_loading_info=True,
+                **given,
                 **options,
             )
         except ValueError as error:

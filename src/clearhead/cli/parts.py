@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt
 from typing import Any
 
-import clearhead
 from clearhead.cli.reading import Reading, UserError
+from clearhead.compat.transformers_layers import attention_layers
 from clearhead.heads import Head, Row, find
-from clearhead.observe import At, Observe, Seen
+from clearhead.observe import At, Seen
+from clearhead.patterns import patterns
 from clearhead.recording import Recording, is_cross
 from clearhead.view.report import LIMIT_BYTES, fits
 
@@ -28,8 +29,7 @@ _BY_NAME = {
 }
 _FIELD = {"sink": "received", "effective_keys": "entropy"}
 _USUAL = ("entropy", "max_weight", "distance", "sink", "offset.1", "offset.-1", "offset.0", "pattern.induction")
-_HAS_PATTERNS = "patterns" in {f.name for f in fields(Observe)}
-_PLAIN = ("lse", "entropy", "max_weight", "distance")
+_PLAIN = ("lse", "entropy", "max_weight", "max_score", "distance", "rest")
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,6 @@ class Wanted:
     heads: list[int] | None = None
     maps: bool = True
 
-    def has(self, number: int, name: str) -> bool:
-        """Whether a layer was chosen."""
-        return self.layers is None or any(
-            layer == str(number) or name == layer or name.startswith(f"{layer}.") for layer in self.layers
-        )
-
 
 def column_of(stat: str) -> str:
     """The column of `Recording.heads` that a name on the command line stands for.
@@ -126,8 +120,7 @@ def statistics(wanted: Wanted, source: Reading | None, target: Reading | None) -
     if source is not None and target is None:
         if wanted.stats is None and source.names:
             flags["mass"] = source.names
-        if _HAS_PATTERNS and any(name.startswith("pattern.") for name in columns):
-            patterns: Any = vars(clearhead)["patterns"]
+        if any(name.startswith("pattern.") for name in columns):
             flags["patterns"] = patterns(source.inputs["input_ids"], real=source.real)
     return flags
 
@@ -141,40 +134,77 @@ def maps(wanted: Wanted, count: int, length: int) -> tuple[dict[str, Any], str]:
         length: of the longest text, in tokens.
 
     Returns:
-        Flags, and "exact", "pooled", or "" where even pooled maps would make the page too large.
+        Flags, and what the page holds, in words; "" where even pooled maps would make it too large.
     """
     if not wanted.maps:
         return {}, ""
     if fits(1, 1, count, length, length):
-        return {"weights": True if wanted.heads is None else At(heads=wanted.heads), "top_k": TOP_K}, "exact"
+        return {"weights": True if wanted.heads is None else At(heads=wanted.heads), "top_k": TOP_K}, "every weight"
     # Half of the page for pooled maps, mean and maximum; half for each query's strongest keys, weight and place.
     side, keys = isqrt(LIMIT_BYTES // (8 * count)), LIMIT_BYTES // (8 * count * length)
     if side < _COARSEST or keys < 1:
         return {"top_k": 1}, ""
-    return {"pooled": min(256, side), "top_k": min(TOP_K, keys)}, "pooled"
+    flags = {"pooled": min(256, side), "top_k": min(TOP_K, keys)}
+    strongest = f"{flags['top_k']} strongest keys" if flags["top_k"] > 1 else "strongest key"
+    return flags, f"pooled maps and each query's {strongest} (too long for every weight)"
 
 
-def parts_of(recording: Recording, wanted: Wanted, source: Reading, target: Reading | None) -> list[Part]:
-    """The recorded layers by what they look from and at, without those that were not chosen.
+def layers_of(network: Any, wanted: Wanted) -> dict[str, tuple[str, int]]:
+    """The chosen attention layers of a transformers model: the part that each is in, and its number there.
 
     Raises:
-        UserError: no such layer or head.
+        UserError: no such layer.
     """
-    groups: dict[str, list[str]] = {}
-    for name in recording:
-        groups.setdefault("" if target is None else kind_of(name), []).append(name)
-    found = []
-    for kind, names in groups.items():
-        chosen = [number for number, name in enumerate(names) if wanted.has(number, name)]
-        part = Recording([names[number] for number in chosen])
-        for number in chosen:
-            for seen in recording.calls(names[number]):
-                part.add(names[number], seen)
-        queries, keys = _readings(kind, source, target)
-        if chosen:
-            found.append(Part(kind, part, chosen, queries, keys, wanted.heads))
-    _check_choices(recording, wanted, found)
+    through, _ = attention_layers(network)
+    modules = set(through)
+    names = [name for name, module in network.named_modules() if module in modules]
+    two = network.config.is_encoder_decoder
+    counts: dict[str, int] = {}
+    found = {}
+    unknown = dict.fromkeys(wanted.layers or ())
+    for name in names:
+        part = kind_of(name) if two else ""
+        number = counts.get(part, 0)
+        counts[part] = number + 1
+        fitting = [
+            layer for layer in wanted.layers or () if layer in (str(number), name) or name.startswith(f"{layer}.")
+        ]
+        for layer in fitting:
+            unknown.pop(layer, None)
+        if fitting or wanted.layers is None:
+            found[name] = (part, number)
+    for layer in unknown:
+        shown = ", ".join(names[:2])
+        raise UserError(f"there is no layer {layer!r}: the {len(names)} attention layers are {shown} and so on.")
     return found
+
+
+def parts_of(
+    recording: Recording,
+    layers: dict[str, tuple[str, int]],
+    heads: list[int] | None,
+    source: Reading,
+    target: Reading | None,
+) -> list[Part]:
+    """The recorded layers by what they look from and at."""
+    found: dict[str, Part] = {}
+    for name in recording:
+        kind, number = layers[name]
+        if kind not in found:
+            names = [name for name, (part, _) in layers.items() if part == kind]
+            found[kind] = Part(kind, Recording(names), [], *_readings(kind, source, target), heads)
+        found[kind].numbers.append(number)
+        for seen in recording.calls(name):
+            found[kind].recording.add(name, seen if kind != "cross" else _of_real_queries(seen, found[kind].queries))
+    return list(found.values())
+
+
+def _of_real_queries(seen: Seen, queries: Reading) -> Seen:
+    """Without padded queries, which a layer between two texts is not told of; what sums over them all is left out."""
+    if bool(queries.real.all()):
+        return seen
+    kept = {name: value for name, value in seen.items() if name != "received"}
+    return replace(seen, fields=kept, known={"alive": seen.alive & queries.real[:, None]})
 
 
 def kind_of(name: str) -> str:
@@ -188,21 +218,3 @@ def _readings(kind: str, source: Reading, target: Reading | None) -> tuple[Readi
     if target is None or kind == "encoder":
         return source, source
     return (target, source) if kind == "cross" else (target, target)
-
-
-def _check_choices(recording: Recording, wanted: Wanted, found: list[Part]) -> None:
-    for layer in wanted.layers or ():
-        alone = Wanted(layers=[layer])
-        if not any(
-            alone.has(number, name)
-            for part in found
-            for number, name in zip(part.numbers, part.recording, strict=True)
-        ):
-            names = ", ".join(list(recording)[:3])
-            raise UserError(
-                f"there is no layer {layer!r}: the model's {len(recording)} attention layers are {names}, ..."
-            )
-    heads = max((seen.sizes[1] for part in found for seen in part.recording.values()), default=0)
-    for head in wanted.heads or ():
-        if head >= heads:
-            raise UserError(f"there is no head {head}: the layers have {heads} heads, 0 to {heads - 1}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +16,10 @@ from torch import nn
 
 from clearhead.cli import shown
 from clearhead.cli.loading import first_line, load
-from clearhead.cli.parts import Part, Wanted, maps, parts_of, statistics
+from clearhead.cli.parts import Part, Wanted, layers_of, maps, parts_of, statistics
 from clearhead.cli.reading import Reading, UserError, gather_texts, tokenize, tokenize_targets, written
 from clearhead.cli.terminal import console, one_line_errors
+from clearhead.compat.attach import attach
 from clearhead.files import written as whole_file
 from clearhead.observe import Observe
 from clearhead.panels import panels_of
@@ -26,11 +27,6 @@ from clearhead.record import record
 from clearhead.recording import Recording
 from clearhead.view.report import render
 from clearhead.view.text import visible_text
-
-_HOLDS = {
-    "exact": "every weight",
-    "pooled": "pooled maps and each query's strongest keys (too long for every weight)",
-}
 
 
 def see(
@@ -82,12 +78,14 @@ def see(
             task = progress.add_task("loading the model", total=None)
             network, tokenizer, name = load(model)
             source = tokenize(texts, network, tokenizer)
+            layers = layers_of(network, wanted)
+            _check_heads(network, wanted)
             written_to = _target(network, tokenizer, source, target or [])
             progress.update(task, total=1, completed=1)
     with _progress() as progress:
-        recording, holds = _run(network, source, written_to, wanted, progress)
+        recording, holds = _run(network, source, written_to, wanted, layers, progress)
     with one_line_errors():
-        parts = parts_of(recording, wanted, source, written_to)
+        parts = parts_of(recording, layers, wanted.heads, source, written_to)
         pages = _pages(out, parts, force) if holds else []
     if as_json:
         typer.echo(shown.as_json(parts, name))
@@ -99,9 +97,7 @@ def see(
             _write_page(path, part, name, overwrite=force)
             title = f"Report of the {part.name} attention: " if part.name else "Report: "
             messages.print(
-                Text.assemble(
-                    f"\n{title}", (visible_text(str(path)), "bold"), f", {_HOLDS[holds]}. Open it in a browser."
-                )
+                Text.assemble(f"\n{title}", (visible_text(str(path)), "bold"), f", {holds}. Open it in a browser.")
             )
         if wanted.maps and not holds:
             messages.print(Text("\nNo report: it would be too large. --layer and --head choose what fits."))
@@ -128,16 +124,28 @@ def _target(network: Any, tokenizer: Any, source: Reading, targets: list[str]) -
     return read
 
 
+def _check_heads(network: Any, wanted: Wanted) -> None:
+    heads = getattr(network.config, "num_attention_heads", None)
+    for head in wanted.heads or ():
+        if isinstance(heads, int) and head >= heads:
+            raise UserError(f"there is no head {head}: the layers have {heads} heads, 0 to {heads - 1}.")
+
+
 def _run(
-    network: nn.Module, source: Reading, target: Reading | None, wanted: Wanted, progress: Progress
+    network: nn.Module,
+    source: Reading,
+    target: Reading | None,
+    wanted: Wanted,
+    layers: dict[str, Any],
+    progress: Progress,
 ) -> tuple[Recording, str]:
-    """Run the model under `record`; and what a page of it holds."""
+    """Run the model under `record`; and what a page of it holds, in words."""
     config: Any = network.config
     B, L = source.real.shape
-    chosen = config.num_attention_heads if wanted.heads is None else len(wanted.heads)
-    layers = config.num_hidden_layers * (1 if target is None else 3) if wanted.layers is None else len(wanted.layers)
+    heads = config.num_attention_heads if wanted.heads is None else len(wanted.heads)
     longest = max(L, 0 if target is None else target.real.shape[1])
-    flags, holds = maps(wanted, max(1, layers * B * chosen), longest)
+    flags, holds = maps(wanted, max(1, len(layers) * B * heads), longest)
+    config.use_cache = False  # each token is read once: there is nothing to keep
     steps = [module for module in network.modules() if isinstance(module, nn.Linear)]
     task = progress.add_task("running the model", total=len(steps))
     with ExitStack() as stack:
@@ -146,7 +154,9 @@ def _run(
             stack.callback(handle.remove)
         with one_line_errors():
             observe = Observe(**statistics(wanted, source, target), **flags)
-            recording = stack.enter_context(record(network, observe))
+            with suppress(ValueError):  # a model that can't be attached keeps its own kernels
+                attach(network)
+            recording = stack.enter_context(record(network, observe, layers=list(layers)))
         with torch.no_grad(), one_line_errors():
             try:
                 network(**source.inputs)
