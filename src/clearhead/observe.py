@@ -306,6 +306,15 @@ class Seen(Mapping[str, Any]):
                 rows = rows.to(self.fields[name].device) & (self.fields[name] != of_dead).reshape(B, H, L)
         return rows
 
+    @property
+    def whole_heads(self) -> list[int] | None:
+        """The heads whose weights were kept for all queries and keys; None where there are none."""
+        at = self.observe.weights
+        if "weights" not in self.fields or (isinstance(at, At) and at != At(heads=at.heads)):
+            return None
+        chosen = indices("heads", at.heads if isinstance(at, At) else None, self.sizes[1])
+        return list(range(self.sizes[1])) if chosen is None else chosen.tolist()
+
     def visible(self, n: int | None = None) -> Tensor:
         """Which pairs the mask leaves, bool (B|1, Hq|1, L, S); with n, which of n x n cells hold one of them."""
         _, _, L, S = self.sizes

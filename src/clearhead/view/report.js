@@ -6,17 +6,18 @@ function buildHeads() {
   $("heads").style.setProperty("--columns", String(most));
   const top = element("div", "layer");
   top.append(element("span", "name"));
-  for (let head = 0; head < most; head++) top.append(element("span", "column", `H${head}`));
+  const { numbers } = data.layers.find((layer) => layer.heads === most);
+  top.append(...numbers.map((number) => element("span", "column", `H${number}`)));
   $("heads").append(top);
   data.layers.forEach((layer, index) => {
     const row = element("div", "layer");
-    const name = element("span", "name", `L${index}`);
+    const name = element("span", "name", `L${layer.number}`);
     name.title = layer.name;
     row.append(name);
     thumbs.push(Array.from({ length: layer.heads }, (_, head) => {
       const button = element("button", "thumb");
       button.type = "button";
-      button.setAttribute("aria-label", `L${index}H${head}`);
+      button.setAttribute("aria-label", nameOf(index, head));
       button.append(element("canvas"));
       button.addEventListener("click", () => selectHead(index, head));
       row.append(button);
@@ -36,7 +37,7 @@ function drawThumbs() {
     while (mine === round && waiting.length && performance.now() < until) {
       const { button, layer, head } = waiting.shift();
       paint(button.firstChild, codesOf(layer, head), 64);
-      button.title = [`L${layer}H${head}`, data.layers[layer].name, entropyText(layer, head)].join("\n").trim();
+      button.title = [nameOf(layer, head), data.layers[layer].name, entropyText(layer, head)].join("\n").trim();
     }
     if (mine === round && waiting.length) setTimeout(slice);
   };
@@ -97,7 +98,7 @@ function drawHead() {
     button.setAttribute("aria-pressed", String(chosen));
     button.tabIndex = chosen ? 0 : -1;
   }));
-  $("head-title").textContent = `L${state.layer}H${state.head}`;
+  $("head-title").textContent = nameOf(state.layer, state.head);
   $("head-name").textContent = data.layers[state.layer].name;
   $("head-entropy").textContent = entropyText(state.layer, state.head);
   layout = plan();

@@ -52,6 +52,8 @@ class Panel:
         top: Pooled mode: each query's strongest keys, weights (B, H, L, k) and key indices (B, H, L, k),
             -1 where a query has fewer than k.
         entropy: The entropy of each row in nats (B, H, L).
+        number: What the layer is called by, as in L3; None = its place in the page.
+        heads: The same for each of its H heads, as in H1; None = their places.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Panel:
     maximum: Tensor | None = None
     top: tuple[Tensor, Tensor] | None = None
     entropy: Tensor | None = None
+    number: int | None = None
+    heads: Sequence[int] | None = None
 
 
 def fits(layers: int, batch: int, heads: int, queries: int, keys: int) -> bool:
@@ -123,7 +127,9 @@ def render(
         "wide": keys >= 65536,
         "tokens": _labels(tokens),
         "keyTokens": None if key_tokens is None else _labels(key_tokens),
-        "layers": [_layer(panel, shape, keys) for panel, shape in zip(panels, shapes, strict=True)],
+        "layers": [
+            _layer(place, panel, shape, keys) for place, (panel, shape) in enumerate(zip(panels, shapes, strict=True))
+        ],
     }
     return _page(title, payload)
 
@@ -174,6 +180,8 @@ def _sizes(panel: Panel, pooled: bool) -> tuple[int, int, int, int, int]:
         _check_shape(panel, "maximum", panel.maximum, (batch, heads, rows, columns))
     if panel.entropy is not None:
         _check_shape(panel, "entropy", panel.entropy, (batch, heads, queries))
+    if panel.heads is not None and len(panel.heads) != heads:
+        raise ValueError(f"Panel {panel.name!r} has {heads} heads, and {len(panel.heads)} numbers for them.")
     mask = panel.visible
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2:] != main.shape[2:]:
         wanted = f"({batch}|1, {heads}|1, {rows}, {columns})"
@@ -209,11 +217,16 @@ def _mode_line(shapes: Sequence[tuple[int, int, int, int, int]], keys: int, pool
     )
 
 
-def _layer(panel: Panel, shape: tuple[int, int, int, int, int], keys: int) -> dict[str, Any]:
+def _layer(place: int, panel: Panel, shape: tuple[int, int, int, int, int], keys: int) -> dict[str, Any]:
     """Encode one panel: per sequence and head one base64 block, so the page decodes what it shows."""
     batch, heads = shape[:2]
     mask = panel.visible.expand(batch, heads, -1, -1)
-    layer: dict[str, Any] = {"name": visible_text(panel.name), "heads": heads}
+    layer: dict[str, Any] = {
+        "name": visible_text(panel.name),
+        "heads": heads,
+        "number": place if panel.number is None else panel.number,
+        "numbers": list(range(heads) if panel.heads is None else panel.heads),
+    }
 
     def blocks(encode: Callable[[int, int], _Array]) -> list[list[str]]:
         return [[_base64(encode(b, h)) for h in range(heads)] for b in range(batch)]

@@ -41,6 +41,9 @@ const keyAt = (column) => Math.min(edge(column, cellColumns, data.keys), data.ke
 const queryTokens = () => data.tokens[state.sequence];
 const keyTokens = () => (data.keyTokens || data.tokens)[state.sequence];
 
+/** As the model counts them: a page may show some layers and heads only. */
+const nameOf = (layer, head) => `L${data.layers[layer].number}H${data.layers[layer].numbers[head]}`;
+
 function codesOf(layer, head) {
   return block(pooled ? state.map : "weights", state.sequence, layer, head);
 }
