@@ -51,6 +51,35 @@ class Request:
     softcap: float | None = None
     sinks: Tensor | None = None
 
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask | None,
+        attn_bias: Tensor | None,
+        scale: float,
+        dropout_p: float,
+        seed: Tensor | None,
+        axes: int,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        # What a frozen dataclass would write takes three times as long: a tenth of a small call.
+        vars(self).update(
+            query=query,
+            key=key,
+            value=value,
+            mask=mask,
+            attn_bias=attn_bias,
+            scale=scale,
+            dropout_p=dropout_p,
+            seed=seed,
+            axes=axes,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """(B, Hq, L, S)."""

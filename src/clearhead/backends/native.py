@@ -48,7 +48,7 @@ class Native(Backend):
             found.append("float64: the kernels compute in float32")
         if not torch.compiler.is_compiling() and (query.is_neg() or request.key.is_neg() or request.value.is_neg()):
             found.append("a tensor that is negated when read (.resolve_neg() writes it)")
-        if max(request.sizes) >= 2**31:
+        if query.shape[2] >= 2**31 or request.key.shape[2] >= 2**31:
             found.append("2**31 queries or keys")
         if request.softcap is not None:
             found.append("softcap: the kernels have none")
