@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.race import Rows
-from benchmarks.rows import forward, looking, modules, peak, peers, training
+from benchmarks.rows import forward, looking, models, modules, peak, peers, training
 
 
 def all_rows() -> Rows:
@@ -14,4 +14,5 @@ def all_rows() -> Rows:
         *modules.rows(),
         *peak.rows(),
         *peers.rows(),
+        *models.rows(),
     ]
