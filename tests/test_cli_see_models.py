@@ -327,3 +327,66 @@ def test_labels_of_parts_of_characters_and_words_after_spaces() -> None:
     assert _labels(text, list("abcdef"), spans, [0] * 6) == ["The", " 나", "나·2", "나·3", "는", " x"]
     assert _words(text, spans, [0, 0, 0, 0, 0, 0]) == [1, 2, 2, 2, 2, 3]
     assert _words(text, [(0, 0), (0, 3)], [1, 0]) == [-1, 1]
+
+
+def gguf_file() -> None:
+    """The llama of the other tests as a GGUF file, written by the format's own package."""
+    gguf = pytest.importorskip("gguf", reason="needs the gguf extra")
+    import numpy as np
+
+    weights = {name: value.numpy() for name, value in llama().model.state_dict().items()}
+    writer = gguf.GGUFWriter("tiny.gguf", "llama")
+    writer.add_block_count(3)
+    writer.add_context_length(97)
+    writer.add_embedding_length(24)
+    writer.add_feed_forward_length(10)
+    writer.add_head_count(6)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model("gpt2")
+    letters = [chr(code) for code in range(33, 127)] + ["Ġ"]
+    tokens = ["<pad>", "</s>", *letters, "Ġt", "he", "Ġthe"]
+    writer.add_vocab_size(len(tokens))
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, *[1] * (len(tokens) - 2)])
+    writer.add_token_merges(["Ġ t", "h e", "Ġt he"])
+    writer.add_eos_token_id(1)
+    writer.add_bos_token_id(1)
+    writer.add_pad_token_id(0)
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    writer.add_tensor("token_embd.weight", rng.normal(size=(len(tokens), 24)).astype(np.float32))
+    writer.add_tensor("output_norm.weight", weights["norm.weight"])
+    for layer in range(3):
+        for theirs, ours in names.items():
+            writer.add_tensor(f"blk.{layer}.{ours}.weight", weights[f"layers.{layer}.{theirs}.weight"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shutil.rmtree("model")
+
+
+def test_a_gguf_file_is_read_where_it_lies() -> None:
+    gguf_file()
+    result = see("The fox saw the the dog", "--model", "tiny.gguf", "--json")
+    assert "it/s" not in result.stderr
+    found = json.loads(result.stdout)
+    assert found["model"] == "tiny"
+    assert len(found["parts"][0]["heads"]) == 18
+    Path("broken.gguf").write_bytes(Path("tiny.gguf").read_bytes()[:900])
+    assert "can't load a model from broken.gguf" in refused("Hi", "--model", "broken.gguf")
+    Path("pickle.gguf").write_bytes(b"PK\x03\x04")
+    assert "pickle.gguf is a file, and no GGUF file" in refused("Hi", "--model", "pickle.gguf")
+
+
+def test_without_the_gguf_package_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from clearhead.cli import loading
+
+    Path("x.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(loading, "find_spec", lambda name: None if name == "gguf" else object())
+    assert "pip install 'clearhead[gguf]'" in refused("Hi", "--model", "x.gguf")

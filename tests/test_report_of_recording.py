@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import clearhead as ch
 from clearhead.panels import panels_of
+from clearhead.view.report import render
 
 pytest.importorskip("matplotlib", reason="needs the view extra")
 
@@ -98,3 +101,27 @@ def test_a_plot_of_inputs_without_head_axis(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     _, seen = ch.attention(x, x, x, observe=ch.Observe(weights=True))
     assert len(seen.plot().axes) == 2  # the map and its colour bar
+
+
+@pytest.mark.parametrize("observe", [{"weights": ch.At(heads=[2, 0])}, {"pooled": 4, "top_k": 2}])
+def test_a_page_of_some_heads_calls_them_by_their_numbers(tmp_path: Path, observe: dict[str, Any]) -> None:
+    recording = recorded(ch.Observe(entropy=True, **observe), ch.Causal())
+    panels = panels_of(list(recording.items()), numbers=[4, 7], heads=[0, 2])
+    assert [(panel.number, panel.heads) for panel in panels] == [(4, [0, 2]), (7, [0, 2])]
+    for panel, seen in zip(panels, recording.values(), strict=True):
+        assert panel.entropy is not None
+        assert torch.equal(panel.entropy, seen.entropy[:, [0, 2]])
+        if panel.weights is not None:  # kept in the order 2, 0
+            assert torch.equal(panel.weights, seen.weights.flip(1))
+        else:
+            assert panel.mean is not None
+            assert torch.equal(panel.mean, seen.pooled[0][:, [0, 2]])
+    if "weights" in observe:
+        page = recording.to_html(tmp_path / "page.html").read_text(encoding="utf-8")
+        assert page.count('"numbers":[2,0]') == 2
+    with pytest.raises(ValueError, match="has 3 heads, and 2 numbers"):
+        render(
+            [replace(panels_of(list(recorded(ch.Observe(weights=True)).items()))[0], heads=[1, 2])],
+            [["x"] * 7] * 2,
+            title="t",
+        )
