@@ -45,6 +45,8 @@ struct Statistics {
   float *lse; // (B, H, L, 2): the nearest float, and what it is short of, which beside 1e38 is all of log(sum)
   float *entropy, *max_weight, *distance;
   float *received; // (B, H, S)
+  float *rest;     // what the sinks take
+  float *max_score;
   int64_t top;
   float *top_weights; // (B, H, L, top)
   int32_t *top_keys;
@@ -66,6 +68,8 @@ struct Problem {
   Dtype dtype; // of query, key, value, context and their gradients
   int64_t B, H, Hkv, L, S, E, Ev;
   float scale;
+  float softcap;      // scaled scores s become softcap tanh(s / softcap), before the bias; 0: they stay
+  const float *sinks; // (H): a logit beside each row's scores, without a value; or null
   View query, key, value, context;
   Masking mask;
   Dropout dropout;

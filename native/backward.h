@@ -2,7 +2,7 @@
 //
 //   dV = W~^T dC      dW = dC V^T      dS = W * (kept dW - sum(dC * C))      dQ = scale dS K      dK = scale dS^T Q
 //
-// with W the weights, W~ the kept ones, C the context. dK and dV are summed within a task, then over the tasks in
+// (of capped scores dS times their slope, in dQ and dK) with W the weights, W~ the kept ones, C the context. dK and dV are summed within a task, then over the tasks in
 // their order, so that a fixed number of threads gives the same bits.
 #pragma once
 #include "forward.h"
@@ -15,6 +15,7 @@ struct BackwardRoom {
   float *query_rows, *query, *context_rows, *context; // query and the context's gradient: rows, and turned
   float *dquery, *P, *dS, *grid, *grid_rows, *keys, *values;
   float *lse, *lse_rest, *delta;
+  float *slopes; // of the capped scores
   bool pairs; // products go by pairs: of features, of rows, of keys
   float *query_pairs, *context_pairs, *query_row_pairs, *context_row_pairs, *P_words, *dS_words, *dS_pairs;
   Turned turned_keys;
@@ -35,6 +36,7 @@ struct BackwardRoom {
     lse = a.take(ROWS);
     lse_rest = a.take(ROWS);
     delta = a.take(ROWS);
+    slopes = a.take(p.softcap > 0 ? n * ROWS : 0);
     pairs = by_pairs(p);
     if (!pairs) return;
     query_pairs = a.take(ROWS * padded(p.E) / 2);
@@ -85,11 +87,12 @@ static void products(const Problem &p, const Block &k, const BackwardRoom &w, Ma
   matmul<false>(n, k.width / LANES, p.Ev, V.data, V.stride, w.context, k.width, w.dS, k.width, false);
 }
 
-// P = the kept weights and dS = the gradient of the scores, [key][row]; false: all hidden.
+// P = the kept weights and dS = the gradient of the scores, capped ones, [key][row]; false: all hidden.
 static bool gradients_of_scores(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
   const int64_t width = k.width;
   if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
   products(p, k, w, K, from, n);
+  if (p.softcap > 0) cap(p, n * width, w.P, w.slopes);
   hide(k, from, n, has_grid(p) ? w.grid : nullptr, w.P);
   for (int64_t j = 0; j < n; j++)
     for (int64_t r = 0; r < width; r += LANES) {
@@ -169,6 +172,8 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
       Matrix K{};
       if (!w.pairs) K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, j), n, p.E, LANES, w.keys);
       if (!gradients_of_scores(p, k, w, K, j, n)) continue;
+      if (p.softcap > 0)
+        for (int64_t i = 0; i < n * k.width; i += LANES) store(w.dS + i, load(w.dS + i) * load(w.slopes + i));
       if (w.pairs) add_gradients_by_pairs(p, k, w, j, n, sums + j * stride);
       else add_gradients(p, k, w, K, n, sums + j * stride);
     }

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <new>
 #if defined(_OPENMP)
@@ -146,6 +147,14 @@ int64_t threads_for(const Problem &p, double passes) {
   return work < 3e5 ? 1 : p.threads;
 }
 
+// A NaN or +inf among the sinks is for the caller, like one in any other input.
+bool sinks_fit(const Problem &p) {
+  if (p.non_finite && p.sinks)
+    for (int64_t h = 0; h < p.H; h++)
+      if (!(p.sinks[h] < std::numeric_limits<float>::infinity())) return false;
+  return true;
+}
+
 struct Partial { // what tasks leave for a later sum
   float *data;
   explicit Partial(size_t floats) : data((float *)std::aligned_alloc(64, (floats * 4 + 127) / 64 * 64)) {
@@ -197,6 +206,7 @@ bool attend(Problem &p) {
   const int64_t heads = p.B * p.Hkv, rows = p.H / p.Hkv * p.L, threads = threads_for(p, 1);
   if (!rows && p.seen.received) std::memset(p.seen.received, 0, p.B * p.H * p.S * 4);
   if (!heads || !rows) return true;
+  if (!sinks_fit(p)) return false;
   int32_t non_finite = 0;
   if (p.non_finite) p.non_finite = &non_finite;
   p.blocks = ceil_div(rows, ROWS);
@@ -237,6 +247,7 @@ bool attend_backward(Problem &p) {
   const Kernels &K = *chosen;
   const int64_t heads = p.B * p.Hkv, rows = p.H / p.Hkv * p.L, threads = threads_for(p, 2.5);
   if (!heads) return true;
+  if (!sinks_fit(p)) return false;
   int32_t non_finite = 0;
   if (p.non_finite) p.non_finite = &non_finite;
   p.blocks = ceil_div(rows, ROWS);

@@ -122,25 +122,45 @@ static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t f
   }
 }
 
-// Divides by the sums and writes what was asked for; inverse[r] = 1 / sum, 0 in a dead row.
+// Divides by the sums and writes what was asked for; inverse[r] = e^top / (the sum of e^score and e^sink), 0 in a
+// dead row. Sinks come in here alone, so that they count once wherever the keys were cut.
 static void finish(const Problem &p, const Block &k, const Sums &s, float *inverse) {
   const Statistics &seen = p.seen;
-  for (int64_t r = 0; r < k.width; r++) inverse[r] = r >= k.count || k.dead[r] || s.sum[r] == 0 ? 0 : 1 / s.sum[r];
+  bool gone[ROWS];
+  float base[ROWS], total[ROWS], rest[ROWS]; // lse = base + log(total)
+  for (int64_t r = 0; r < k.width; r++) {
+    gone[r] = r >= k.count || k.dead[r] || s.sum[r] == 0;
+    inverse[r] = gone[r] ? 0 : 1 / s.sum[r];
+    base[r] = s.top[r], total[r] = s.sum[r], rest[r] = 0;
+    if (!p.sinks || gone[r]) continue;
+    const float sink = p.sinks[k.head[r]];
+    if (sink == -INF) continue;
+    base[r] = sink > s.top[r] ? sink : s.top[r];
+    const float of_keys = __builtin_expf(s.top[r] - base[r]), of_sink = __builtin_expf(sink - base[r]);
+    total[r] = s.sum[r] * of_keys + of_sink;
+    inverse[r] = of_keys / total[r];
+    rest[r] = of_sink / total[r];
+  }
   for (int64_t r = 0; r < k.count; r++) {
-    const bool dead = inverse[r] == 0;
+    const bool dead = gone[r];
     const int64_t i = k.row(p, r);
     if (p.context.data) {
       float *context = s.context + r * padded(p.Ev);
       if (dead) memset(context, 0, p.Ev * 4);
       write_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, dead ? 1 : inverse[r], context);
     }
-    const float log_sum = dead || !(seen.lse || seen.entropy) ? 0 : __builtin_logf(s.sum[r]);
+    const float log_sum = dead || !(seen.lse || seen.entropy) ? 0 : __builtin_logf(total[r]);
     if (seen.lse) {
-      const float lse = dead ? -INF : s.top[r] + log_sum;
+      const float lse = dead ? -INF : base[r] + log_sum;
       seen.lse[2 * i] = lse;
-      seen.lse[2 * i + 1] = dead ? 0 : s.top[r] - lse + log_sum;
+      seen.lse[2 * i + 1] = dead ? 0 : base[r] - lse + log_sum;
     }
-    if (seen.entropy) seen.entropy[i] = dead ? 0 : log_sum - s.surprise[r] * inverse[r];
+    if (seen.entropy) { // -sum w (score - lse), with all of it relative to top
+      const float share = p.sinks ? s.sum[r] * inverse[r] : 1;
+      seen.entropy[i] = inverse[r] == 0 ? 0 : share * (base[r] - s.top[r] + log_sum) - s.surprise[r] * inverse[r];
+    }
+    if (seen.rest) seen.rest[i] = rest[r];
+    if (seen.max_score) seen.max_score[i] = dead ? -INF : s.top[r];
     if (seen.max_weight) seen.max_weight[i] = inverse[r];
     if (seen.distance) seen.distance[i] = dead ? 0 : s.far[r] * inverse[r];
     for (int64_t g = 0; g < seen.groups; g++)
@@ -160,7 +180,7 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
   write_weights(s.at, seen.offsets, seen.at_offsets);
   for (int64_t t = 0; t < seen.top; t++)
     for (int64_t r = 0; r < k.count; r++)
-      seen.top_keys[k.row(p, r) * seen.top + t] = inverse[r] == 0 ? -1 : ((const int32_t *)s.best_key)[t * ROWS + r];
+      seen.top_keys[k.row(p, r) * seen.top + t] = gone[r] ? -1 : ((const int32_t *)s.best_key)[t * ROWS + r];
 }
 
 static size_t forward_scratch(const Problem *p) {

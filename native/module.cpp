@@ -81,7 +81,7 @@ struct Unreadable {};
 
 Problem problem(nb::handle query, nb::handle key, nb::handle value, nb::handle context, nb::handle lse, int64_t left,
                 int64_t right, nb::handle first, nb::handle behind, nb::handle visible, nb::handle bias, double scale,
-                nb::handle dropout, int64_t threads, bool trust) {
+                double softcap, nb::handle sinks, nb::handle dropout, int64_t threads, bool trust) {
   static int32_t asked;
   Problem p{};
   Array q(query), k(key), v(value);
@@ -100,6 +100,12 @@ Problem problem(nb::handle query, nb::handle key, nb::handle value, nb::handle c
     p.context = view(c);
   }
   p.scale = (float)scale;
+  p.softcap = (float)softcap;
+  if (!sinks.is_none()) {
+    Array a(sinks);
+    expect(a.ndim == 1 && a.shape[0] == p.H && a.dtype.bits == 32 && dense(a));
+    p.sinks = (const float *)a.start();
+  }
   p.mask.left = left, p.mask.right = right;
   p.mask.first = per_query(first, p), p.mask.behind = per_query(behind, p);
   p.mask.visible = grid(visible, p), p.mask.bias = grid(bias, p);
@@ -121,7 +127,7 @@ Problem problem(nb::handle query, nb::handle key, nb::handle value, nb::handle c
 }
 
 // statistics: None, or (entropy, max_weight, distance, received, top_weights, top_keys, [group ...], mass,
-// [offset ...], at_offsets), tensors or None.
+// [offset ...], at_offsets, rest, max_score), tensors or None.
 void read_statistics(Problem &p, nb::handle statistics) {
   if (statistics.is_none()) return;
   nb::tuple s = nb::cast<nb::tuple>(statistics);
@@ -137,7 +143,7 @@ void read_statistics(Problem &p, nb::handle statistics) {
   }
   seen.mass = pointer(s[7]);
   for (nb::handle offset : offsets) seen.offset[seen.offsets++] = nb::cast<int64_t>(offset);
-  seen.at_offsets = pointer(s[9]);
+  seen.at_offsets = pointer(s[9]), seen.rest = pointer(s[10]), seen.max_score = pointer(s[11]);
 }
 
 // What a call comes to: done; a NaN or an infinity that a query could see, and results that mean nothing; or nothing
@@ -146,9 +152,9 @@ enum Outcome { DONE, NON_FINITE, UNREADABLE };
 
 int forward(nb::handle query, nb::handle key, nb::handle value, nb::handle context, nb::handle lse, int64_t left,
              int64_t right, nb::handle first, nb::handle behind, nb::handle visible, nb::handle bias, double scale,
-             nb::handle dropout, int64_t threads, bool trust, nb::handle statistics) {
+             double softcap, nb::handle sinks, nb::handle dropout, int64_t threads, bool trust, nb::handle statistics) {
   try {
-    Problem p = problem(query, key, value, context, lse, left, right, first, behind, visible, bias, scale, dropout, threads, trust);
+    Problem p = problem(query, key, value, context, lse, left, right, first, behind, visible, bias, scale, softcap, sinks, dropout, threads, trust);
     read_statistics(p, statistics);
     nb::gil_scoped_release release;
     return attend(p) ? DONE : NON_FINITE;
@@ -159,10 +165,10 @@ int forward(nb::handle query, nb::handle key, nb::handle value, nb::handle conte
 
 int backward(nb::handle query, nb::handle key, nb::handle value, nb::handle context, nb::handle lse, int64_t left,
               int64_t right, nb::handle first, nb::handle behind, nb::handle visible, nb::handle bias, double scale,
-              nb::handle dropout, int64_t threads, bool trust, nb::handle dcontext, nb::handle dquery, nb::handle dkey,
+              double softcap, nb::handle sinks, nb::handle dropout, int64_t threads, bool trust, nb::handle dcontext, nb::handle dquery, nb::handle dkey,
               nb::handle dvalue, nb::handle dbias) {
   try {
-    Problem p = problem(query, key, value, context, lse, left, right, first, behind, visible, bias, scale, dropout, threads, trust);
+    Problem p = problem(query, key, value, context, lse, left, right, first, behind, visible, bias, scale, softcap, sinks, dropout, threads, trust);
     Array of_context(dcontext);
     // Context and lse were kept by autograd, whose hooks may have laid them out anew.
     expect(of_context, Array(query), {p.B, p.H, p.L, p.Ev});
@@ -197,8 +203,8 @@ NB_MODULE(_native, m) {
   m.def("openmp", openmp);
   m.def("peak", peak, nb::call_guard<nb::gil_scoped_release>());
   m.def("forward", forward, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
-        nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none());
+        nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none());
   m.def("backward", backward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
+        nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
 }

@@ -110,6 +110,16 @@ static void scores(const Problem &p, const Block &k, const Room &w, int64_t from
   matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, w.query, k.width, P, k.width, false);
 }
 
+// n scores bent towards the cap; `slopes`, if given: of what comes out by what went in.
+static void cap(const Problem &p, int64_t n, float *P, float *slopes) {
+  const vec by = splat(1 / p.softcap), most = splat(p.softcap);
+  for (int64_t i = 0; i < n; i += LANES) {
+    vec slope;
+    store(P + i, most * tanh(load(P + i) * by, slope));
+    if (slopes) store(slopes + i, slope);
+  }
+}
+
 // The block's queries: times scale and turned, or as pairs.
 static void read_queries(const Problem &p, const Block &k, const Room &w) {
   read_rows(p, k, p.query, p.E, w.pairs ? 1 : p.scale, w.rows, padded(p.E), w.query);
@@ -121,6 +131,7 @@ static void read_queries(const Problem &p, const Block &k, const Room &w) {
 static bool masked_scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
   if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
   scores(p, k, w, from, n, P);
+  if (p.softcap > 0) cap(p, n * k.width, P, nullptr);
   hide(k, from, n, has_grid(p) ? w.grid : nullptr, P);
   return true;
 }

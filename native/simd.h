@@ -94,6 +94,23 @@ INLINE vec exp(vec x) {
 #endif
 }
 
+// tanh of x, and its slope there: 1 - tanh^2, not as a difference where that is small. A Chebyshev fit of
+// (tanh(x) / x - 1) / x^2 in x^2 below 0.65, and (1 - e) / (1 + e) with e = e^(-2 |x|) above.
+INLINE vec tanh(vec x, vec &slope) {
+  const vec size = vmax(x, -x), square = x * x, one = splat(1);
+  vec p = splat(0x1.224fcep-9f);
+  p = p * square + splat(-0x1.0f1266p-7f);
+  p = p * square + splat(0x1.644a1ep-6f);
+  p = p * square + splat(-0x1.ba02aap-5f);
+  p = p * square + splat(0x1.1110d8p-3f);
+  p = p * square + splat(-0x1.555556p-2f);
+  const vec near = x + x * (square * p), e = exp(splat(-2) * size), by = one / (one + e);
+  const vec far = (one - e) * by;
+  const ivec is_near = size < splat(0.65f);
+  slope = is_near ? one - near * near : splat(4) * e * (by * by);
+  return is_near ? near : x < splat(0) ? -far : far;
+}
+
 INLINE bool finite(float x) { return x - x == 0; }
 
 // Whether rows x n floats are all finite: a sum of x * 0 is 0 only then.

@@ -142,10 +142,16 @@ class Call:
     bias: str = "none"
     layout: str = "plain"
     dropout_p: float = 0.0
+    softcap: float | None = None
+    sinks: str = "none"
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.sizes))
-        return "/".join([sizes, *(str(getattr(self, field.name)) for field in fields(self)[1:])])
+        return "/".join([sizes, *(str(getattr(self, field.name)) for field in fields(self)[1:6]), *self._seldom()])
+
+    def _seldom(self) -> list[str]:
+        cap = [] if self.softcap is None else [f"cap-{self.softcap}"]
+        return cap if self.sinks == "none" else [*cap, f"sinks-{self.sinks}"]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Query, key, value and bias, always the same numbers."""
@@ -177,7 +183,17 @@ class Call:
 
     def options(self) -> dict[str, object]:
         """What else the function takes; its dropout draws from `SEED` if that is torch's seed."""
-        return {"mask": self.built[0], "dropout_p": self.dropout_p}
+        return {"mask": self.built[0], "dropout_p": self.dropout_p, "softcap": self.softcap}
+
+    def sink_logits(self) -> Tensor | None:
+        """(Hq,): of each head its own; or some that take nothing, and some nearly everything."""
+        if self.sinks == "none":
+            return None
+        sinks = 2 * _random("sinks", self.sizes.Hq)
+        if self.sinks == "wild":
+            sinks[::2] = -torch.inf
+            sinks[1::2] = 12.0
+        return sinks.to(DTYPES[self.dtype])
 
     @property
     def built(self) -> Built:
@@ -210,6 +226,7 @@ class Call:
 @lru_cache(maxsize=8)  # a truth of 600 x 600 takes 100 MB
 def _truth(call: Call) -> Truth:
     query, key, value, bias = call.tensors()
+    sinks = call.sink_logits()
     return Truth(
         query.double(),
         key.double(),
@@ -219,6 +236,8 @@ def _truth(call: Call) -> Truth:
         call.kept(),
         call.dropout_p,
         call.output_gradient().double(),
+        call.softcap,
+        None if sinks is None else sinks.double(),
     )
 
 
@@ -239,6 +258,8 @@ class Truth:
     kept: Tensor | None
     dropout_p: float
     doutput: Tensor
+    softcap: float | None = None
+    sinks: Tensor | None = None
     scores: Tensor = field(init=False)
     weights: Tensor = field(init=False)
     visible: Tensor = field(init=False)
@@ -247,6 +268,10 @@ class Truth:
         self.group = self.query.shape[1] // self.key.shape[1]
         self.scale = max(self.query.shape[-1], 1) ** -0.5
         self.scores = self.scale * self.query @ self._by_head(self.key).mT
+        self.slopes = torch.ones_like(self.scores)
+        if self.softcap is not None:
+            bent = (self.scores / self.softcap).tanh()
+            self.scores, self.slopes = self.softcap * bent, 1 - bent.square()
         self.visible = self.seen.expand(self.scores.shape)
         if self.bias is not None:
             self.scores = self.scores + self.bias
@@ -255,6 +280,11 @@ class Truth:
         self.lse = hidden.logsumexp(dim=-1) if hidden.shape[-1] else hidden.new_full(hidden.shape[:-1], -torch.inf)
         self.max_score = hidden.amax(dim=-1) if hidden.shape[-1] else self.lse
         self.alive = self.visible.any(dim=-1)
+        self.rest = torch.zeros_like(self.lse)
+        if self.sinks is not None:
+            beside = torch.logaddexp(self.lse, self.sinks[:, None])
+            self.rest = (self.sinks[:, None] - beside).exp().masked_fill(~self.alive, 0.0)
+            self.lse = self.lse.where(~self.alive, beside)
         log_weights = (hidden - self.lse[..., None]).masked_fill(~self.visible, 0.0)
         self.weights = log_weights.exp().masked_fill(~self.visible, 0.0)
         factor = 0.0 if self.dropout_p == 1 else 1 / (1 - self.dropout_p)
@@ -303,16 +333,17 @@ class Truth:
         dweights = (self.doutput @ value.mT) * self.drops
         sizes = (self.doutput.abs() @ value.abs().mT) * self.drops
         dscores = self.weights * (dweights - (self.weights * dweights).sum(dim=-1, keepdim=True))
+        absolute = sizes
         sizes = self.weights * (sizes + (self.weights * sizes).sum(dim=-1, keepdim=True))
         dropped = self.weights * self.drops
         found = {
-            "query": self.scale * dscores @ key,
-            "key": self._by_group(self.scale * dscores.mT @ self.query),
+            "query": self.scale * (dscores * self.slopes) @ key,
+            "key": self._by_group(self.scale * (dscores * self.slopes).mT @ self.query),
             "value": self._by_group(dropped.mT @ self.doutput),
         }
         terms = {
-            "query": self.scale * sizes @ key.abs(),
-            "key": self._by_group(self.scale * sizes.mT @ self.query.abs()),
+            "query": self.scale * (sizes * self.slopes) @ key.abs(),
+            "key": self._by_group(self.scale * (sizes * self.slopes).mT @ self.query.abs()),
             "value": self._by_group(dropped.mT @ self.doutput.abs()),
         }
         if self.bias is not None:
@@ -320,6 +351,9 @@ class Truth:
             found["bias"], terms["bias"] = (
                 part.sum(dim=axes, keepdim=True) if axes else part for part in (dscores, sizes)
             )
+        if self.sinks is not None:  # a value of 0, less the mean
+            mean, size = ((self.weights * part).sum(dim=-1) for part in (dweights, absolute))
+            found["sinks"], terms["sinks"] = (-(self.rest * mean).sum((0, 2)), (self.rest * size).sum((0, 2)))
         return found, {name: _largest(part) for name, part in terms.items()}
 
     def _by_head(self, tensor: Tensor) -> Tensor:

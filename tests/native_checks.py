@@ -16,7 +16,7 @@ from conformance import assert_near
 from dense import DTYPES, SEED, Call, Truth
 
 TOP_K, OFFSETS = 4, [0, 1, 3, -2, 70]
-FLAGS = ("lse", "entropy", "max_weight", "max_score", "distance", "received")
+FLAGS = ("lse", "entropy", "max_weight", "max_score", "distance", "received", "rest")
 needs_kernels = pytest.mark.skipif(library() is None, reason=str(why_missing()))
 
 
@@ -66,11 +66,17 @@ def everything(call: Call) -> ch.Observe:
 def run(call: Call, observe: ch.Observe | None = None) -> tuple[Tensor, ch.Seen | None, dict[str, Tensor]]:
     """Output, what is seen, gradients of query, key, value and bias."""
     tensors = dict(zip(("query", "key", "value", "bias"), call.tensors(), strict=True))
+    tensors["sinks"] = call.sink_logits()
     leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items() if tensor is not None}
     query, key, value = (leaves[name] for name in ("query", "key", "value"))
     torch.manual_seed(SEED)
     found = ch.attention(
-        query, key, value, attn_bias=leaves.get("bias"), **call.options(), backend="native", observe=observe
+        *(query, key, value),
+        attn_bias=leaves.get("bias"),
+        sinks=leaves.get("sinks"),
+        **call.options(),
+        backend="native",
+        observe=observe,
     )
     out, seen = (found, None) if observe is None else found
     gradients = torch.autograd.grad(out, list(leaves.values()), call.output_gradient())

@@ -65,7 +65,7 @@ def excluded(f: str, a: str, g: str, b: str) -> bool:
     if f == "shape" and g == "form":
         return b == "module" and a in ("no-width", "no-value-width")
     if f in ("softcap", "sinks") and not a.startswith("no-"):
-        return (g == "backend" and b in ("sdpa", "native")) or (g == "form" and b == "module")
+        return (g == "backend" and b == "sdpa") or (g == "form" and b == "module")
     if g == "backend" and b == "native":
         return a == "f64"
     if g == "backend" and b == "sdpa":

@@ -20,6 +20,7 @@ WIDTHS = (1, 2, 3, 5, 7, 16, 17, 33, 64, 80, 128)
 LENGTHS = (0, 1, 2, 13, 32, 63, 64, 65, 130, 257, 600)
 HEADS = {"mha": (3, 3), "gqa": (4, 2), "mqa": (5, 1)}
 DROPOUT = {"no-dropout": 0.0, "dropout": 0.3}
+CAPS = {"no-cap": None, "cap": 1.1, "wide cap": 30.0}
 FACTORS = {
     "E": dict.fromkeys(map(str, WIDTHS), 1.0),
     "Ev": dict.fromkeys(map(str, WIDTHS), 1.0),
@@ -31,6 +32,8 @@ FACTORS = {
     "bias": dict.fromkeys(BIASES, 1.0),
     "layout": dict.fromkeys(LAYOUTS, 1.0),
     "dropout": dict.fromkeys(DROPOUT, 1.0),
+    "softcap": dict.fromkeys(CAPS, 1.0),
+    "sinks": dict.fromkeys(("none", "each", "wild"), 1.0),
 }
 
 
@@ -38,9 +41,9 @@ def calls() -> list[Call]:
     """Every pair of levels of any two factors."""
     found = []
     for row in covering(FACTORS, 2, lambda *_: False, seed=3):
-        E, Ev, L, S, heads, dtype, mask, bias, layout, dropout = row
+        E, Ev, L, S, heads, dtype, mask, bias, layout, dropout, cap, sinks = row
         sizes = Sizes(2, *HEADS[heads], int(L), int(S), int(E), int(Ev))
-        found.append(Call(sizes, dtype, mask, bias, layout, DROPOUT[dropout]))
+        found.append(Call(sizes, dtype, mask, bias, layout, DROPOUT[dropout], CAPS[cap], sinks))
     return found
 
 
@@ -64,6 +67,8 @@ SMALL = [
     Call(Sizes(3, 5, 1, 7, 4, 2, 3), mask="scattered", bias="hk"),
     Call(Sizes(2, 2, 2, 3, 11, 5, 1), mask="allowed-bhqk", bias="bq", dropout_p=0.4),
     Call(Sizes(2, 2, 2, 3, 0, 5, 1)),
+    Call(Sizes(2, 4, 2, 5, 7, 3, 2), mask="causal & keys-left", bias="full", softcap=0.7, sinks="wild"),
+    Call(Sizes(2, 3, 3, 5, 0, 3, 2), sinks="each"),
 ]
 
 
@@ -72,12 +77,14 @@ def test_the_matrices_are_the_double_loop(call: Call) -> None:
     query, key, value, bias = (None if t is None else t.double().numpy() for t in call.tensors())
     s = call.sizes
     shown = call.built[1].expand(s.B, s.Hq, s.L, s.S).numpy()
-    loop = oracle.attend(query, key, value, lambda *at: bool(shown[at]), bias)
+    sinks = call.sink_logits()
+    given = {"softcap": call.softcap, "sinks": None if sinks is None else sinks.double().numpy()}
+    loop = oracle.attend(query, key, value, lambda *at: bool(shown[at]), bias, **given)
     kept = call.kept()
     if kept is not None:
         loop = loop.dropped(kept.expand(shown.shape).numpy(), call.dropout_p)
     truth = call.truth
-    names = ("output", "weights", "lse", "entropy", "max_weight", "distance", "received", "output_size")
+    names = ("output", "weights", "lse", "entropy", "max_weight", "distance", "received", "rest", "output_size")
     for name in names:
         found = torch.as_tensor(getattr(truth, name), dtype=torch.float64)
         assert_near(found, np.asarray(getattr(loop, name)), 1e-12, name)

@@ -42,7 +42,12 @@ def variants() -> dict[str, dict[str, Any]]:
         "bias of one row": {"bias": bias[:1, :1, :1].clone().requires_grad_()},
         "bias without gradient": {"bias": bias},
         "dropout": {"dropout_p": 0.4, "seed": seed},
+        "softcap": {"softcap": 0.8},
+        "sinks": {"sinks": torch.randn(H, generator=generator).requires_grad_()},
+        "sinks without gradient": {"sinks": torch.zeros(H)},
         "all": {
+            "softcap": 0.8,
+            "sinks": torch.randn(H, generator=generator).requires_grad_(),
             "bias": bias.clone().requires_grad_(),
             "parts": Parts(0, 3, first, behind, visible),
             "dropout_p": 0.4,
@@ -57,8 +62,10 @@ def arguments(
     parts: Parts = EVERYTHING,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    return (*tensors, bias, *parts, 0.5, dropout_p, seed, [0, 0, 0])
+    return (*tensors, bias, *parts, 0.5, dropout_p, seed, [0, 0, 0], softcap, sinks)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +84,15 @@ def test_opcheck(name: str, dtype: torch.dtype) -> None:
     for grad in (True, False):
         if not grad and chosen.get("bias") is not None:
             chosen["bias"] = chosen["bias"].detach()
+        if not grad and chosen.get("sinks") is not None:
+            chosen["sinks"] = chosen["sinks"].detach()
         given = arguments(inputs(dtype, grad), **chosen)
         torch.library.opcheck(_attend, given, **near)
         with torch.no_grad():
             context, lse = _attend(*given)
-        bias_grad = grad and chosen.get("bias") is not None and chosen["bias"].requires_grad
+        grads = [chosen.get(name) is not None and chosen[name].requires_grad for name in ("bias", "sinks")]
         detached = tuple(part.detach() if isinstance(part, Tensor) else part for part in given)
-        torch.library.opcheck(_attend_backward, (torch.ones_like(context), context, lse, *detached, bias_grad))
+        torch.library.opcheck(_attend_backward, (torch.ones_like(context), context, lse, *detached, *grads))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +120,7 @@ def test_opcheck_of_views() -> None:
 
 def test_the_operators_gradient_is_the_calls() -> None:
     chosen = variants()["all"]
-    leaves = [*inputs(), chosen["bias"]]
+    leaves = [*inputs(), chosen["bias"], chosen["sinks"]]
     context, _ = _attend(*arguments(leaves[:3], **chosen))
     found = torch.autograd.grad(context, leaves, torch.ones_like(context))
     parts, bias = chosen["parts"], chosen["bias"]
@@ -120,7 +129,16 @@ def test_the_operators_gradient_is_the_calls() -> None:
     mask = seen[:, None] & parts.visible
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("clearhead.checks.torch.randint", lambda *args, **kwargs: chosen["seed"])
-        out = ch.attention(*leaves[:3], mask, attn_bias=bias, scale=0.5, dropout_p=0.4, backend="reference")
+        out = ch.attention(
+            *leaves[:3],
+            mask,
+            attn_bias=bias,
+            scale=0.5,
+            dropout_p=0.4,
+            softcap=0.8,
+            sinks=chosen["sinks"],
+            backend="reference",
+        )
     assert torch.allclose(out, context, atol=1e-6)
     expected = torch.autograd.grad(out, leaves, torch.ones_like(context))
     for one, other in zip(found, expected, strict=True):

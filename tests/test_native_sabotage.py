@@ -20,9 +20,20 @@ pytestmark = needs_kernels
 
 INPUTS = ("query", "key", "value", "context", "lse")
 MASKING = ("left", "right", "first", "behind", "visible", "bias")
-NAMES = (*INPUTS, *MASKING, "scale", "dropping", "threads", "trust")
+NAMES = (*INPUTS, *MASKING, "scale", "softcap", "sinks", "dropping", "threads", "trust")
 BY_ROW = ("entropy", "max_weight", "distance")
-STATISTICS = (*BY_ROW, "received", "top_weights", "top_keys", "groups", "mass", "offsets", "at_offsets")
+STATISTICS = (
+    *BY_ROW,
+    "received",
+    "top_weights",
+    "top_keys",
+    "groups",
+    "mass",
+    "offsets",
+    "at_offsets",
+    "rest",
+    "max_score",
+)
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -93,6 +104,7 @@ def last_to_zero(axis: int) -> Callable[[Any], Any]:
 S = Sizes(2, 4, 2, 70, 131, 16, 5)
 PLAIN, CAUSAL, WINDOW = Call(S), Call(S, mask="causal"), Call(S, mask="window")
 PACKED, DROPS = Call(S, mask="packed"), Call(S, mask="causal", dropout_p=0.3)
+CAPPED, SUNK = Call(S, mask="causal", softcap=0.8), Call(S, mask="causal", sinks="each")
 PLOTS: dict[str, tuple[Wrong, Call]] = {
     "causal by one": (Wrong(put("right", lambda right: right + 1)), CAUSAL),
     "window by one": (Wrong(put("left", lambda left: left + 1)), WINDOW),
@@ -115,6 +127,12 @@ PLOTS: dict[str, tuple[Wrong, Call]] = {
     "dropout's seed": (Wrong(dropping(1, lambda seed: seed ^ 1)), DROPS),
     "dropout's factor": (Wrong(dropping(3, lambda factor: factor * 1.001)), DROPS),
     "dropout's place": (Wrong(dropping(5, lambda row: 0)), Call(S._replace(L=600), mask="scattered", dropout_p=0.3)),
+    "softcap lost": (Wrong(put("softcap", lambda cap: 0.0)), CAPPED),
+    "softcap": (Wrong(put("softcap", lambda cap: cap * (1 + 1e-3))), CAPPED),
+    "backward's softcap": (Wrong(put("softcap", lambda cap: cap * (1 + 1e-3)), calls="backward"), CAPPED),
+    "sinks lost": (Wrong(put("sinks", lambda sinks: None)), SUNK),
+    "sinks of the next head": (Wrong(put("sinks", lambda sinks: sinks.roll(1))), SUNK),
+    "rest": (Wrong(after=spoil("rest", lambda rest: rest + 1e-4), calls="forward"), SUNK),
     "backward's causal": (Wrong(put("right", lambda right: right + 1), calls="backward"), CAUSAL),
     "backward's scale": (Wrong(put("scale", lambda scale: scale * (1 + 1e-4)), calls="backward"), PLAIN),
     "backward's lse": (Wrong(put("lse", lambda lse: lse + 1e-4), calls="backward"), PLAIN),

@@ -48,6 +48,10 @@ CALLS = {
     "beyond it in pairs": Call(Sizes(1, 2, 2, 70, 5003, 16, 2), "bf16", mask="keys-left"),
     "runs of keys": Call(Sizes(1, 4, 2, 5, 1027, 16, 8), mask="keys-left"),
     "runs of keys beyond the strip": Call(Sizes(2, 4, 1, 3, 5003, 16, 8), "f16", mask="allowed-bk", bias="hk"),
+    "sinks": Call(Sizes(2, 4, 2, 150, 333, 16, 8), mask="causal & keys-left", sinks="each", softcap=2.0),
+    "sinks in pairs": Call(Sizes(2, 4, 2, 70, 333, 16, 8), "bf16", mask="keys", sinks="wild", softcap=2.0),
+    "sinks beyond the strip": Call(Sizes(1, 2, 1, 70, 4097, 8, 4), mask="causal", sinks="each"),
+    "sinks of runs of keys": Call(Sizes(2, 4, 2, 5, 1027, 16, 8), mask="keys-left", sinks="wild", softcap=0.9),
     "runs that see nothing": Call(Sizes(1, 2, 2, 2, 2600, 16, 8), mask="window"),
 }
 
@@ -57,7 +61,8 @@ def test_the_truth_and_a_pass_of_their_own(name: str) -> None:
     call = CALLS[name]
     observe = everything(call)
     query, key, value, bias = call.tensors()
-    request = request_of(query, key, value, call.built[0], bias, None, call.dropout_p).seeded()
+    options = (None, call.dropout_p, call.softcap, call.sink_logits())
+    request = request_of(query, key, value, call.built[0], bias, *options).seeded()
     alone = look(request, observe, {})
     for name in isas():
         with isa(name):
@@ -148,6 +153,8 @@ DECODING = [
     Call(Sizes(2, 4, 2, 7, 1536, 16, 16), "f16", mask="scattered"),
     Call(Sizes(1, 6, 2, 8, 5000, 16, 16), mask="causal & keys-left", layout="odd"),
     Call(Sizes(2, 6, 2, 8, 1999, 16, 16), "bf16", mask="keys", dropout_p=0.3),
+    Call(Sizes(2, 4, 2, 3, 2500, 17, 5), mask="causal & keys-left", sinks="each", softcap=1.5),
+    Call(Sizes(2, 6, 3, 1, 4099, 16, 16), "f16", mask="keys", sinks="wild"),
 ]
 
 
@@ -164,7 +171,9 @@ def test_no_bit_of_decoding_depends_on_the_threads(call: Call) -> None:
 
     def all_seen() -> list[Tensor]:
         torch.manual_seed(0)
-        found = ch.attention(query, key, value, attn_bias=bias, **call.options(), observe=everything(call))
+        found = ch.attention(
+            query, key, value, attn_bias=bias, sinks=call.sink_logits(), **call.options(), observe=everything(call)
+        )
         return [found[0], *tree_leaves(dict(found[1]))]
 
     one = all_seen()

@@ -14,9 +14,11 @@ from torch.autograd import gradcheck, gradgradcheck
 import clearhead as ch
 from clearhead.backends import BACKENDS
 from conformance import TILINGS, tiling
+from native_checks import needs_kernels
 
 B, H, G, L, S, E = 2, 6, 3, 5, 7, 11
-ABLE = ("blockwise", "reference")  # backends that do both
+ABLE = ("blockwise", "reference")  # backends that do both, in float64 too
+FLOATS = (*ABLE, pytest.param("native", marks=needs_kernels))
 SEEN = ch.Observe(
     lse=True, entropy=True, max_weight=True, distance=True, received=True, rest=True, weights=True, top_k=2
 )
@@ -73,7 +75,7 @@ def test_a_sink_is_one_more_key_without_a_value(backend: str, softcap: float | N
     torch.testing.assert_close(seen.received, other.received[..., :S], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", FLOATS)
 def test_transformers_agrees(backend: str) -> None:
     """GPT-OSS has sinks, Gemma-2 a softcap: scale, cap, mask, softmax with the sink, values."""
     gemma = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
@@ -95,7 +97,7 @@ def test_transformers_agrees(backend: str) -> None:
 
 @pytest.mark.parametrize("cut", TILINGS)
 @pytest.mark.parametrize("sink", [0.7, -math.inf, 80.0])
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", FLOATS)
 def test_a_dead_row_stays_dead(backend: str, sink: float, cut: str) -> None:
     query, key, value, _ = inputs(torch.float32)
     leaves = [tensor.requires_grad_() for tensor in (query, key, value, torch.full((H,), sink))]
@@ -134,7 +136,7 @@ def test_sinks_of_minus_infinity_are_none(backend: str) -> None:
     assert not torch.autograd.grad(out.sum(), sinks)[0].any()
 
 
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", FLOATS)
 def test_a_sink_that_takes_everything(backend: str) -> None:
     """The weights are e^-300, which is 0 in float32; the lse is the sink."""
     query, key, value, _ = inputs(torch.float32)
@@ -146,7 +148,7 @@ def test_a_sink_that_takes_everything(backend: str) -> None:
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", FLOATS)
 def test_a_sink_that_is_no_number_spoils_its_head(backend: str, number: float) -> None:
     query, key, value, sinks = inputs(torch.float32)
     mask = ch.QueryPadding([4, 3])
@@ -162,11 +164,14 @@ def test_a_sink_that_is_no_number_spoils_its_head(backend: str, number: float) -
     assert torch.equal(out[~bad], clean[~bad])
 
 
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", FLOATS)
 def test_scores_that_overflow_are_capped(backend: str) -> None:
     query, key, value, _ = inputs(torch.float32)
     leaves = [tensor.requires_grad_() for tensor in (query * 1e18, key * 1e18, value)]
-    out = ch.attention(*leaves, softcap=3.0, scale=1e4, backend=backend)
+    scale = (
+        1.0 if backend == "native" else 1e4
+    )  # the kernels multiply the query by it, which would overflow within the sums
+    out = ch.attention(*leaves, softcap=3.0, scale=scale, backend=backend)
     scores = 3 * (leaves[0].double() @ leaves[1].double().repeat_interleave(2, 1).mT).sign()
     expected = torch.softmax(scores, -1) @ value.double().repeat_interleave(2, 1)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
@@ -255,9 +260,10 @@ def test_the_rest_is_0_without_sinks(backend: str) -> None:
     assert not seen.rest.any()
 
 
-def test_compiled_as_eager() -> None:
+@pytest.mark.parametrize("backend", FLOATS)
+def test_compiled_as_eager(backend: str) -> None:
     def call(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        return ch.attention(query, key, value, ch.Causal(), softcap=0.9, sinks=sinks)
+        return ch.attention(query, key, value, ch.Causal(), softcap=0.9, sinks=sinks, backend=backend)
 
     leaves = [tensor.requires_grad_() for tensor in inputs(torch.float32)]
     torch.compiler.reset()
@@ -267,3 +273,44 @@ def test_compiled_as_eager() -> None:
         torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True
     ):
         torch.testing.assert_close(one, other)
+
+
+@needs_kernels
+def test_exported_for_any_length() -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+            return ch.attention(query, key, value, ch.Causal(), softcap=0.9, sinks=sinks)
+
+    given = inputs(torch.float32)
+    length, keys = (torch.export.Dim(name, min=2) for name in ("length", "keys"))
+    shapes = {"query": {2: length}, "key": {2: keys}, "value": {2: keys}, "sinks": None}
+    program = torch.export.export(Attend(), tuple(given), dynamic_shapes=shapes)
+    assert any(str(node.target).startswith("clearhead.attend") for node in program.graph.nodes)
+    query, memory = drawn(B, H, 31, E, dtype=torch.float32), drawn(B, G, 40, E, seed=1, dtype=torch.float32)
+    other = (query, memory, memory, given[3])
+    torch.testing.assert_close(program.module()(*other), Attend()(*other))
+
+
+@pytest.mark.parametrize("backend", FLOATS)
+def test_a_broken_gradient_reaches_the_sink_of_its_head(backend: str) -> None:
+    *leaves, sinks = inputs(torch.float32)
+    sinks.requires_grad_()
+    out = ch.attention(*leaves, ch.Causal(), sinks=sinks, backend=backend)
+    gradient = torch.ones_like(out)
+    gradient[1, 4, 3, 2] = math.nan
+    (found,) = torch.autograd.grad(out, sinks, gradient)
+    assert torch.equal(found.isnan(), torch.arange(H) == 4)
+
+
+@pytest.mark.parametrize("backend", FLOATS)
+def test_sinks_whose_gradient_is_wanted_alone_and_twice(backend: str) -> None:
+    """Only the sinks ask for one; then a gradient of that gradient, which the kernels leave to plain torch."""
+    *given, sinks = inputs(torch.float32)
+    found = []
+    for name, kind in ((backend, torch.float32), ("reference", torch.float64)):
+        leaf = sinks.to(kind).detach().requires_grad_()
+        out = ch.attention(*(tensor.to(kind) for tensor in given), ch.Causal(), sinks=leaf, backend=name)
+        (first,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+        found.append((first.detach().double(), torch.autograd.grad(first.square().sum(), leaf)[0].double()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -48,7 +48,7 @@ def look(request: Request, observe: Observe, found: dict[str, Any]) -> dict[str,
         observe: what is asked.
         found: statistics that are known already.
     """
-    if observe.rest and request.sinks is None:
+    if observe.rest and request.sinks is None and "rest" not in found:
         found = found | {"rest": request.query.new_zeros(request.sizes[:3], dtype=request.acc_dtype)}
     needed = sources(observe, request)
     if not observe.lse and "lse" not in found:

@@ -8,6 +8,7 @@ with its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -50,10 +51,6 @@ class Native(Backend):
             found.append("a tensor that is negated when read (.resolve_neg() writes it)")
         if query.shape[2] >= 2**31 or request.key.shape[2] >= 2**31:
             found.append("2**31 queries or keys")
-        if request.softcap is not None:
-            found.append("softcap: the kernels have none")
-        if request.sinks is not None:
-            found.append("sinks: the kernels have none")
         if transforming():
             found.append("inside torch.func or forward-mode differentiation: the kernels have no rules for them")
         return found
@@ -68,7 +65,7 @@ class Native(Backend):
             return _traced(request), {}
         if request.needs_grad:
             found: dict[str, Any] = {}
-            inputs = (request.query, request.key, request.value, request.attn_bias)
+            inputs = (request.query, request.key, request.value, request.attn_bias, request.sinks)
             apply = cast("Callable[..., Tensor]", _Attend.apply)
             return apply(*inputs, request, observe, found), found
         context, _, found = _forward(request, observe, need_lse=False)
@@ -97,9 +94,9 @@ def _plain(request: Request) -> bool:
     """Whether memory may be read here and now: no tracing, no subclasses of tensors, no modes that listen."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
         return False
-    bias = request.attn_bias
-    tensors = (request.query, request.key, request.value, request.query if bias is None else bias)
-    return all(type(tensor) is Tensor or type(tensor) is Parameter for tensor in tensors)
+    kinds = (Tensor, Parameter, type(None))
+    tensors = (request.query, request.key, request.value, request.attn_bias, request.sinks)
+    return all(type(tensor) in kinds for tensor in tensors)
 
 
 def _whole(request: Request) -> Piece | None:
@@ -115,7 +112,8 @@ def _whole(request: Request) -> Piece | None:
         everywhere = Tile(ALL, ALL, ALL, ALL, L, S, request.query.device)  # (a slice to L would fix L for a compiler)
         parts = Parts(left, right, first, behind, None if rest is None else rest._tile(everywhere))
     tensors = (request.query, request.key, request.value, request.attn_bias)
-    return Piece(*tensors, parts, request.scale, request.dropout_p, request.seed)
+    numbers = (request.scale, request.dropout_p, request.seed)
+    return Piece(*tensors, parts, *numbers, softcap=request.softcap, sinks=request.sinks)
 
 
 def _tiles(request: Request) -> Iterator[tuple[Tile, Piece]]:
@@ -131,7 +129,8 @@ def _tiles(request: Request) -> Iterator[tuple[Tile, Piece]]:
         origin = (tile.batch.start, tile.queries.start, tile.keys.start)
         parts = Parts(visible=mask._tile(tile))
         bias = bias_tile(request, tile)
-        yield tile, Piece(query, key, value, bias, parts, request.scale, request.dropout_p, request.seed, origin)
+        rest = (request.scale, request.dropout_p, request.seed, origin, request.softcap, request.sinks)
+        yield tile, Piece(query, key, value, bias, parts, *rest)
 
 
 def _traced(request: Request) -> Tensor:
@@ -161,47 +160,51 @@ class _Attend(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         bias: Tensor | None,
+        sinks: Tensor | None,
         request: Request,
         observe: Observe | None,
         found: dict[str, Any],
     ) -> Tensor:
         context, lse, seen = _forward(request, observe, need_lse=True)
         found |= seen
-        ctx.save_for_backward(query, key, value, bias, context, lse)
-        ctx.call = (request.scale, request.dropout_p, request.seed, request.mask)
+        ctx.save_for_backward(query, key, value, bias, sinks, context, lse)
+        ctx.call = (request.scale, request.dropout_p, request.seed, request.mask, request.softcap)
         ctx.unchanged = watch(request.mask) if request.mask is not None else None
         return context
 
     @staticmethod
     def backward(ctx: Any, dcontext: Tensor) -> Any:
-        query, key, value, bias, context, lse = ctx.saved_tensors
+        query, key, value, bias, sinks, context, lse = ctx.saved_tensors
         if ctx.unchanged is not None:
             ctx.unchanged()
-        scale, dropout_p, seed, mask = ctx.call
-        request = Request(query, key, value, mask, bias, scale, dropout_p, seed, axes=4)
+        scale, dropout_p, seed, mask, softcap = ctx.call
+        request = Request(query, key, value, mask, bias, scale, dropout_p, seed, 4, softcap, sinks)
         if torch.is_grad_enabled() or transforming() or torch._C._functorch.is_legacy_batchedtensor(dcontext):
-            found = _by_plain_torch(request, dcontext, ctx.needs_input_grad[:4])
+            found = _by_plain_torch(request, dcontext, ctx.needs_input_grad[:5])
         else:
-            found = _backward(request, context, lse, dcontext, bias_grad=ctx.needs_input_grad[3])
+            flags = {"bias_grad": ctx.needs_input_grad[3], "sinks_grad": ctx.needs_input_grad[4]}
+            found = _backward(request, context, lse, dcontext, **flags)
         return *found, None, None, None
 
 
 def _backward(
-    request: Request, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool
+    request: Request, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool, sinks_grad: bool
 ) -> list[Tensor | None]:
-    bias = request.attn_bias
+    bias, sinks = request.attn_bias, request.sinks
     whole = _whole(request)
     if whole is not None:
-        *most, dbias = backward(whole, context, lse, dcontext, bias_grad=bias_grad)
-        return [*most, None if dbias is None or bias is None else dbias.to(bias.dtype)]
+        *most, dbias, dsinks = backward(whole, context, lse, dcontext, bias_grad=bias_grad, sinks_grad=sinks_grad)
+        return [*most, _like(dbias, bias), _like(dsinks, sinks)]
     # Summed over the tiles in float32.
     dquery, dkey, dvalue = (
         torch.zeros_like(t, dtype=torch.float32) for t in (request.query, request.key, request.value)
     )
     dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias_grad else None
+    dsinks = torch.zeros_like(sinks, dtype=torch.float32) if sinks is not None and sinks_grad else None
     for tile, piece in _tiles(request):
         rows = (tile.batch, ALL, tile.queries)
-        own = backward(piece, context[rows], lse[rows].contiguous(), dcontext[rows], bias_grad=bias_grad)
+        given = (context[rows], lse[rows].contiguous(), dcontext[rows])
+        own = backward(piece, *given, bias_grad=bias_grad, sinks_grad=sinks_grad)
         dquery[rows] = own[0]
         dkey[tile.batch, :, tile.keys] += own[1]
         dvalue[tile.batch, :, tile.keys] += own[2]
@@ -209,21 +212,29 @@ def _backward(
             cut = (tile.batch, ALL, tile.queries, tile.keys)
             part = dbias[tuple(index if size != 1 else ALL for index, size in zip(cut, dbias.shape, strict=True))]
             part += own[3]
+        if dsinks is not None and own[4] is not None:
+            dsinks += own[4]
     found = [grad.to(request.query.dtype) for grad in (dquery, dkey, dvalue)]
-    return [*found, None if dbias is None or bias is None else dbias.to(bias.dtype)]
+    return [*found, _like(dbias, bias), _like(dsinks, sinks)]
+
+
+def _like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    return None if gradient is None or tensor is None else gradient.to(tensor.dtype)
 
 
 def _by_plain_torch(request: Request, dcontext: Tensor, asked: Sequence[bool]) -> list[Tensor | None]:
     """Gradients that can be differentiated, or taken of many gradients at once."""
-    inputs = (request.query, request.key, request.value, request.attn_bias)
+    inputs = (request.query, request.key, request.value, request.attn_bias, request.sinks)
     with_graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         # Views: where one tensor is given twice, or made from another, each place gets its own share.
-        query, key, value, bias = (tensor if tensor is None else tensor.view_as(tensor) for tensor in inputs)
-        finite, aside = set_aside(request.on([query, key, value], bias))  # type: ignore[list-item]
+        given = [tensor if tensor is None else tensor.view_as(tensor) for tensor in inputs]
+        query, key, value, bias, sinks = given
+        request = replace(request.on([query, key, value], bias), sinks=sinks)  # type: ignore[list-item]
+        finite, aside = set_aside(request)
         context = Blockwise().run(finite)
         if aside is not None:
             context = aside.restore(context)
-        wanted = [t for t, asks in zip((query, key, value, bias), asked, strict=True) if asks and t is not None]
+        wanted = [t for t, asks in zip(given, asked, strict=True) if asks and t is not None]
         grads = iter(torch.autograd.grad(context, wanted, dcontext, create_graph=with_graph, materialize_grads=True))
     return [next(grads) if asks and tensor is not None else None for tensor, asks in zip(inputs, asked, strict=True)]

@@ -22,6 +22,8 @@ from clearhead.observe import Observe
 from clearhead.plan import tiles
 
 FAR = 2**40  # beyond any key
+# Of query, key, value, bias and sinks.
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class Parts(NamedTuple):
@@ -58,6 +60,8 @@ class Piece(NamedTuple):
         dropout_p: the share of weights dropped.
         seed: (2,) int64, of the dropout; or None.
         origin: batch item, query and key of the whole at which the piece starts: dropout counts from there.
+        softcap: what bounds the scores; or None.
+        sinks: (Hq,), or None.
     """
 
     query: Tensor
@@ -69,16 +73,20 @@ class Piece(NamedTuple):
     dropout_p: float = 0.0
     seed: Tensor | None = None
     origin: tuple[int, int, int] = (0, 0, 0)
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     def as_request(self) -> Request:
         """As any backend takes it; its dropout counts from the piece's own start."""
         mask = _PartsMask(self.parts.first, self.parts.behind, self.parts.visible, self.parts.left, self.parts.right)
         tensors = (self.query, self.key, self.value)
-        return Request(*tensors, mask, self.bias, self.scale, self.dropout_p, self.seed, axes=4)
+        rest = (self.scale, self.dropout_p, self.seed)
+        return Request(*tensors, mask, self.bias, *rest, axes=4, softcap=self.softcap, sinks=self.sinks)
 
     def of(self, request: Request) -> Piece:
         """The same on the tensors of another request."""
-        return self._replace(query=request.query, key=request.key, value=request.value, bias=request.attn_bias)
+        query, key, value, bias = request.query, request.key, request.value, request.attn_bias
+        return self._replace(query=query, key=key, value=value, bias=bias, sinks=request.sinks)
 
     def packed(self) -> Piece:
         """The same with each row's features side by side."""
@@ -88,7 +96,9 @@ class Piece(NamedTuple):
     def rest(self) -> tuple[Any, ...]:
         """What the kernels take beside the tensors."""
         bias = None if self.bias is None else self.bias.resolve_neg()  # the kernels read memory as it is
-        return (*self.parts, bias, self.scale, self._dropping(), torch.get_num_threads())
+        sinks = None if self.sinks is None else self.sinks.detach().resolve_neg().float().contiguous()
+        more = (self.softcap or 0.0, sinks, self._dropping(), torch.get_num_threads())
+        return (*self.parts, bias, self.scale, *more)
 
     def _dropping(self) -> tuple[Any, ...] | None:
         """Threshold, seeds, factor and origin of what `clearhead.backends.dropout` keeps; None without dropout."""
@@ -118,7 +128,7 @@ def forward(
     kernels = _kernels()
     B, H, L, _ = query.shape
     context = context_like(query, value)
-    need_lse = need_lse or (observe is not None and (observe.lse or observe.max_score or observe.received))
+    need_lse = need_lse or (observe is not None and (observe.lse or observe.received))
     lse = query.new_empty((B, H, L, 2), dtype=torch.float32) if need_lse else None
     room = None if observe is None else _room(query, key, observe)
     seen = None if room is None else room.as_tuple()
@@ -161,9 +171,9 @@ def statistics(piece: Piece, observe: Observe, *, finite: bool = False) -> dict[
 
 
 def backward(
-    piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key and value, each like its tensor, and of the bias (float32) if asked for.
+    piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor, *, bias_grad: bool, sinks_grad: bool = False
+) -> Gradients:
+    """Gradients of query, key and value, each like its tensor, and of bias and sinks (float32) if asked for.
 
     Context and lse are `forward`'s.
     """
@@ -175,15 +185,29 @@ def backward(
     outcome = kernels.backward(*tensors, context, lse, *piece.rest(), False, dcontext, *wanted)
     if outcome == kernels.UNREADABLE:
         given = (context.contiguous(), lse.contiguous(), dcontext.contiguous())
-        return backward(piece.packed(), *given, bias_grad=bias_grad)
+        return backward(piece.packed(), *given, bias_grad=bias_grad, sinks_grad=sinks_grad)
     if outcome == kernels.DONE:
-        return wanted
-    return _backward_of_non_finite(piece, context, lse, dcontext, wanted)
+        return *wanted, _of_sinks(piece, context, lse, dcontext) if sinks_grad else None
+    return _backward_of_non_finite(piece, context, lse, dcontext, wanted, sinks_grad=sinks_grad)
+
+
+def _of_sinks(piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor) -> Tensor:
+    """A sink's gradient: its weight times what its value, 0, would give, less the mean; summed over the rows."""
+    assert piece.sinks is not None
+    rest = (piece.sinks.detach().float()[:, None] - lse[..., 0] - lse[..., 1]).exp()
+    rest = rest.masked_fill(lse[..., 0] == -torch.inf, 0.0)
+    return -(rest * (dcontext.float() * context.float()).sum(dim=-1)).sum(dim=(0, 2))
 
 
 def _backward_of_non_finite(
-    piece: Piece, context: Tensor, lse: Tensor, dcontext: Tensor, wanted: tuple[Tensor, Tensor, Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    piece: Piece,
+    context: Tensor,
+    lse: Tensor,
+    dcontext: Tensor,
+    wanted: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    *,
+    sinks_grad: bool,
+) -> Gradients:
     """Rows that see something non-finite pass NaN to their query alone; rows whose own gradient is non-finite pass
     NaN to all that they see.
     """
@@ -200,8 +224,9 @@ def _backward_of_non_finite(
     dquery, dkey, dvalue, dbias = wanted
     if dbias is not None:
         dbias.zero_()
-    rest = (*piece.rest(), True, torch.where(keep, dcontext, 0.0).contiguous())
-    kernels.backward(piece.query, piece.key, piece.value, *given, *rest, *wanted)
+    dcontext = torch.where(keep, dcontext, 0.0).contiguous()
+    kernels.backward(piece.query, piece.key, piece.value, *given, *piece.rest(), True, dcontext, *wanted)
+    dsinks = _of_sinks(piece, *given, dcontext) if sinks_grad else None
     dquery.masked_fill_((spoilt | broken)[..., None], torch.nan)
     if bool(broken.any()):
         reached = visible_to(request, broken).unflatten(1, (-1, request.group)).any(dim=2)
@@ -209,7 +234,9 @@ def _backward_of_non_finite(
             grad.masked_fill_(reached[..., None], torch.nan)
         if dbias is not None:
             _spoil_bias(dbias, request, broken)
-    return dquery, dkey, dvalue, dbias
+        if dsinks is not None:
+            dsinks.masked_fill_(broken.any(dim=2).any(dim=0), torch.nan)
+    return dquery, dkey, dvalue, dbias, dsinks
 
 
 def _spoil_bias(dbias: Tensor, request: Request, broken: Tensor) -> None:
@@ -239,7 +266,7 @@ def _kernels() -> ModuleType:
 
 # -- statistics of the same pass -------------------------------------------------------------------------------
 
-NAMES = ("lse", "entropy", "max_weight", "max_score", "distance", "received", "top_k", "mass", "offsets")
+NAMES = ("lse", "entropy", "max_weight", "max_score", "distance", "received", "rest", "top_k", "mass", "offsets")
 MAX_GROUPS, MAX_OFFSETS, MAX_TOP = 16, 64, 64
 
 
@@ -269,21 +296,19 @@ class _Room:
         of = self.fields.get
         return (
             *(of(name) for name in ("entropy", "max_weight", "distance", "received", "top weights", "top keys")),
-            *(self.groups, of("mass"), self.offsets, of("offsets")),
+            *(self.groups, of("mass"), self.offsets, of("offsets"), of("rest"), of("max_score")),
         )
 
     def found(self, lse: Tensor | None, observe: Observe) -> dict[str, Any]:
         """By the names of `Observe`."""
         fields: dict[str, Any] = dict(self.fields)
-        if observe.max_score and lse is not None:
-            fields["max_score"] = lse[..., 0] + fields["max_weight"].log()
         if observe.lse and lse is not None:
             fields["lse"] = lse[..., 0].contiguous()
         if "top weights" in fields:
             fields["top_k"] = (fields.pop("top weights"), fields.pop("top keys"))
         if "mass" in fields:
             fields["mass"] = dict(zip(observe.mass or (), fields["mass"].unbind(), strict=True))
-        return {name: fields[name] for name in NAMES if name in fields and observe.asks(name)}
+        return {name: fields[name] for name in NAMES if name in fields}
 
 
 def _room(query: Tensor, key: Tensor, observe: Observe) -> _Room | None:
@@ -292,7 +317,8 @@ def _room(query: Tensor, key: Tensor, observe: Observe) -> _Room | None:
         return None
     B, H, L, _ = query.shape
     S = key.shape[2]
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("entropy", "max_weight", "distance"), (B, H, L))
+    by_query = ("entropy", "max_weight", "max_score", "distance", "rest")
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(by_query, (B, H, L))
     shapes["received"] = (B, H, S)
     groups: list[Tensor] = []
     offsets: list[int] = []
@@ -304,7 +330,7 @@ def _room(query: Tensor, key: Tensor, observe: Observe) -> _Room | None:
     if "offsets" in names and observe.offsets is not None:
         offsets = list(observe.offsets)
         shapes["offsets"] = (B, H, L, len(offsets))
-    wanted = [*names, "top weights", *(["max_weight"] if observe.max_score else [])]
+    wanted = [*names, "top weights"]
     fields = {name: query.new_empty(shape, dtype=torch.float32) for name, shape in shapes.items() if name in wanted}
     if "top weights" in fields:
         fields["top keys"] = torch.empty_like(fields["top weights"], dtype=torch.int32)

@@ -17,8 +17,9 @@ from clearhead.backends.native_calls import Parts, Piece, backward, context_like
 def attend(piece: Piece) -> Tensor:
     """The context of a piece by the operator."""
     tensors = (piece.query, piece.key, piece.value, piece.bias)
+    more = (piece.softcap, piece.sinks)
     context: Tensor
-    context, _ = _attend(*tensors, *piece.parts, piece.scale, piece.dropout_p, piece.seed, list(piece.origin))
+    context, _ = _attend(*tensors, *piece.parts, piece.scale, piece.dropout_p, piece.seed, list(piece.origin), *more)
     return context
 
 
@@ -37,10 +38,12 @@ def _attend(
     dropout_p: float,
     seed: Tensor | None,
     origin: list[int],
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     parts = Parts(left, right, first, behind, visible)
     batch, row, column = origin
-    piece = Piece(query, key, value, bias, parts, scale, dropout_p, seed, (batch, row, column))
+    piece = Piece(query, key, value, bias, parts, scale, dropout_p, seed, (batch, row, column), softcap, sinks)
     context, lse, _ = forward(piece)
     assert lse is not None
     return context, lse
@@ -70,41 +73,45 @@ def _attend_backward(
     dropout_p: float,
     seed: Tensor | None,
     origin: list[int],
+    softcap: float | None,
+    sinks: Tensor | None,
     bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sinks_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     parts = Parts(left, right, first, behind, visible)
     batch, row, column = origin
-    piece = Piece(query, key, value, bias, parts, scale, dropout_p, seed, (batch, row, column))
-    *most, dbias = backward(piece, context, lse, dcontext, bias_grad=bias_grad)
+    piece = Piece(query, key, value, bias, parts, scale, dropout_p, seed, (batch, row, column), softcap, sinks)
+    flags = {"bias_grad": bias_grad, "sinks_grad": sinks_grad}
+    *most, dbias, dsinks = backward(piece, context, lse, dcontext, **flags)
     dquery, dkey, dvalue = (grad.contiguous() for grad in most)
-    return (
-        dquery,
-        dkey,
-        dvalue,
-        lse.new_empty(0) if dbias is None else dbias.contiguous(),
-    )  # an operator gives no None
+    nothing = lse.new_empty(0)  # an operator gives no None
+    dbias = nothing if dbias is None else dbias.contiguous()
+    return dquery, dkey, dvalue, dbias, nothing.clone() if dsinks is None else dsinks
 
 
 @_attend_backward.register_fake
 def _(_dcontext: Tensor, _context: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     *tensors, bias = inputs[:4]
-    dbias = lse.new_empty(bias.shape if inputs[-1] else 0)
-    return *(tensor.new_empty(tensor.shape) for tensor in tensors), dbias
+    sinks, bias_grad, sinks_grad = inputs[-3:]
+    dbias, dsinks = lse.new_empty(bias.shape if bias_grad else 0), lse.new_empty(sinks.shape if sinks_grad else 0)
+    return *(tensor.new_empty(tensor.shape) for tensor in tensors), dbias, dsinks
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, bias, left, right, first, behind, visible, scale, dropout_p, seed, origin = inputs
-    ctx.save_for_backward(*output, query, key, value, bias, first, behind, visible, seed)
-    ctx.numbers = (left, right, scale, dropout_p, origin)
+    *tensors, left, right, first, behind, visible, scale, dropout_p, seed, origin, softcap, sinks = inputs
+    ctx.save_for_backward(*output, *tensors, first, behind, visible, seed, sinks)
+    ctx.numbers = (left, right, scale, dropout_p, origin, softcap)
 
 
 def _backward(ctx: Any, dcontext: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, bias, first, behind, visible, seed = ctx.saved_tensors
-    left, right, scale, dropout_p, origin = ctx.numbers
-    bias_grad = ctx.needs_input_grad[3]
+    *tensors, bias, first, behind, visible, seed, sinks = ctx.saved_tensors
+    left, right, scale, dropout_p, origin, softcap = ctx.numbers
+    bias_grad, sinks_grad = ctx.needs_input_grad[3], ctx.needs_input_grad[-1]
     mask = (left, right, first, behind, visible)
-    *most, dbias = _attend_backward(dcontext, *tensors, bias, *mask, scale, dropout_p, seed, origin, bias_grad)
-    return *most, dbias.to(bias.dtype) if bias_grad else None, *(None,) * 9
+    rest = (scale, dropout_p, seed, origin, softcap, sinks, bias_grad, sinks_grad)
+    *most, dbias, dsinks = _attend_backward(dcontext, *tensors, bias, *mask, *rest)
+    dbias, dsinks = dbias.to(bias.dtype) if bias_grad else None, dsinks.to(sinks.dtype) if sinks_grad else None
+    return *most, dbias, *(None,) * 10, dsinks
 
 
 _attend.register_autograd(_backward, setup_context=_keep)
