@@ -53,6 +53,7 @@ class Row:
         memory: at most this share of the peer's extra memory; None = not measured.
         share: the peer is a limit of the machine: shown is the share of it reached, at least the target.
         isa: the instruction set that our kernels are held to, in a process of its own.
+        apart: takes minutes: it is measured only where its group is named.
     """
 
     group: str
@@ -63,6 +64,7 @@ class Row:
     memory: float | None = None
     share: bool = False
     isa: str | None = None
+    apart: bool = False
 
 
 Rows = Sequence[Row]

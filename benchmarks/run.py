@@ -24,13 +24,13 @@ from benchmarks.table import Line, as_markdown, brief, noted, on_screen, remembe
 
 
 def chosen(rows: Rows, groups: str) -> Rows:
-    """Those of the groups, given as ``dense,decode``; all, if none is named."""
+    """Those of the groups, given as ``dense,decode``; if none is named, all but what is apart."""
     known = list(dict.fromkeys(row.group for row in rows))
     wanted = [name.strip() for name in groups.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise typer.BadParameter(f"there is no {', '.join(unknown)}: choose from {', '.join(known)}.")
-    return [row for row in rows if row.group in (wanted or known)]
+    return [row for row in rows if row.group in wanted or not (wanted or row.apart)]
 
 
 def lines_of(row: Row, threads: Sequence[int], seconds: float) -> Iterator[Line]:

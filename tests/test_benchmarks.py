@@ -194,7 +194,8 @@ def test_memory_holds_by_its_share() -> None:
 
 def test_rows_are_chosen_by_group() -> None:
     assert {row.group for row in run.chosen(ROWS, "dense, decode")} == {"dense", "decode"}
-    assert run.chosen(ROWS, "") == ROWS
+    assert {row.group for row in run.chosen(ROWS, "")} == {row.group for row in ROWS} - {"smollm2"}
+    assert {row.group for row in run.chosen(ROWS, "smollm2")} == {"smollm2"}  # it takes minutes
     with pytest.raises(typer.BadParameter, match="there is no nonsense: choose from dense, causal"):
         run.chosen(ROWS, "dense,nonsense")
 
