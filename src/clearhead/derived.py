@@ -15,6 +15,7 @@ from clearhead.backends.native import Native
 from clearhead.backends.nonfinite import SetAside
 from clearhead.checks import Request
 from clearhead.masks import Tile
+from clearhead.masks.intervals import EVERYTHING
 from clearhead.observe import Observe
 from clearhead.plan import tiles
 
@@ -167,15 +168,5 @@ def _runs(request: Request) -> tuple[Tensor, Tensor] | None:
     if request.attn_bias is not None:
         return None
     _, _, L, S = request.sizes
-    at = torch.arange(L, device=request.query.device)[None]
-    low, high = torch.zeros_like(at), torch.full_like(at, S)
-    if request.mask is not None:
-        (left, right, first, behind), rest = request.mask._split(L, S)
-        if rest is not None:
-            return None
-        low = low if left is None else low.maximum(at + left)
-        low = low if first is None else low.maximum(first)
-        high = high if right is None else high.minimum(at + right + 1)
-        high = high if behind is None else high.minimum(behind)
-    low, high = torch.broadcast_tensors(low.clamp(max=S), high)
-    return low, high.maximum(low)
+    run, rest = (EVERYTHING, None) if request.mask is None else request.mask._split(L, S)
+    return run.ends(L, S, request.query.device) if rest is None else None

@@ -42,6 +42,21 @@ class Intervals(NamedTuple):
         first, behind = (None if limit is None else limit.to(device) for limit in (self.first, self.behind))
         return self._replace(first=first, behind=behind)
 
+    def ends(self, L: int, S: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
+        """Of each query its first visible key and the one behind its last, the same where it sees none: (B|1, L)."""
+        queries = torch.arange(L, device=device)[None]
+        start, end = torch.zeros_like(queries), torch.full_like(queries, S)
+        if self.left is not None:
+            start = torch.maximum(start, queries + self.left)
+        if self.first is not None:
+            start = torch.maximum(start, self.first)
+        if self.right is not None:
+            end = torch.minimum(end, queries + (self.right + 1))
+        if self.behind is not None:
+            end = torch.minimum(end, self.behind)
+        start, end = torch.broadcast_tensors(start.clamp(max=S), end)
+        return start, torch.maximum(start, end)
+
 
 EVERYTHING = Intervals(None, None, None, None)
 

@@ -21,9 +21,9 @@ def living_rows(mask: Mask | None, L: int, S: int) -> Tensor:
     """
     if mask is None or S == 0:
         return torch.full((1, 1, L), S > 0)
-    runs = _runs(mask, L, S)
-    if runs is not None:
-        first, behind = runs
+    run, rest = mask._split(L, S)
+    if rest is None:
+        first, behind = run.ends(L, S, mask.device)
         return (first < behind)[:, None]
     step = max(1, _PAIRS // S)
     spans = [slice(row, min(row + step, L)) for row in range(0, max(L, 1), step)]
@@ -42,34 +42,15 @@ def visible_cells(mask: Mask | None, L: int, S: int, n: int) -> Tensor:
     if mask is None:
         return torch.ones(1, 1, n, n, dtype=torch.bool)
     spans = [slice(cell * L // n, -(-(cell + 1) * L // n)) for cell in range(n)]
-    runs = _runs(mask, L, S)
-    if runs is not None:
-        first, behind = (limit[..., None] for limit in runs)
+    run, rest = mask._split(L, S)
+    if rest is None:
+        first, behind = (end[..., None] for end in run.ends(L, S, mask.device))
         cells = torch.arange(n, device=first.device)
         starts, ends = cells * S // n, -(-(cells + 1) * S // n)
         meets = (first < behind) & (first < ends) & (behind > starts)  # (B|1, L, n)
         return torch.stack([meets[:, span].any(dim=1) for span in spans], dim=1)[:, None]
     keys = [_tile(mask, span, L, S).any(dim=2) for span in spans]
     return torch.stack([F.adaptive_max_pool1d(seen.float(), n) > 0 for seen in keys], dim=2)
-
-
-def _runs(mask: Mask, L: int, S: int) -> tuple[Tensor, Tensor] | None:
-    """Of each query its first visible key and the one behind its last, (B|1, L); None where these are no run."""
-    run, rest = mask._split(L, S)
-    if rest is not None:
-        return None
-    queries = torch.arange(L, device=mask.device)[None]
-    first, behind = torch.zeros_like(queries), torch.full_like(queries, S)
-    if run.left is not None:
-        first = torch.maximum(first, queries + run.left)
-    if run.first is not None:
-        first = torch.maximum(first, run.first)
-    if run.right is not None:
-        behind = torch.minimum(behind, queries + (run.right + 1))
-    if run.behind is not None:
-        behind = torch.minimum(behind, run.behind)
-    first, behind = torch.broadcast_tensors(first, behind)
-    return first, behind
 
 
 def _tile(mask: Mask, queries: slice, L: int, S: int) -> Tensor:
