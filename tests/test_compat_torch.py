@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.compat import MultiheadAttention
-from clearhead.compat.torch import ROWS
+from clearhead.compat.torch_masks import ROWS
 
 B, L, S, D, H = 2, 5, 7, 12, 3
 DOUBLE = torch.float64

@@ -11,15 +11,15 @@ from torch.nn import functional as F
 
 from clearhead.backends.nonfinite import by_rows
 from clearhead.checks import check
+from clearhead.compat import torch_masks
 from clearhead.errors import MaskError, ShapeError
 from clearhead.functional import in_own_precision, seen_of
 from clearhead.linear import linear
 from clearhead.masks import Allowed, Causal, Mask, mask_from_mha
-from clearhead.masks.values import at_hand
 from clearhead.multihead import PLAIN, Core
 from clearhead.observe import At, Observe
 
-ROWS = 512  # of a feed-forward block at a time; of a mask that may be causal, too
+_ROWS = 512  # of a feed-forward block at a time
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -262,7 +262,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             return super()._ff_block(x)
         rows = x.reshape(-1, x.shape[-1])
         output = torch.empty_like(rows)
-        for part, into in zip(rows.split(ROWS), output.split(ROWS), strict=True):
+        for part, into in zip(rows.split(_ROWS), output.split(_ROWS), strict=True):
             into.copy_(super()._ff_block(part))
         return output.view(x.shape)
 
@@ -318,10 +318,10 @@ def _meaning(
         )
     if key_padding_mask is not None and shapes[-1] != (B, S):
         raise MaskError(f"key_padding_mask must be (B, S) = {(B, S)}, or (S,) without batch, not {shapes[-1]}.")
-    if attn_mask is not None and _is_causal(attn_mask):
+    if attn_mask is not None and torch_masks.is_causal(attn_mask):
         attn_mask, is_causal = None, True
-    if key_padding_mask is not None and _only_hides(key_padding_mask):
-        key_padding_mask = key_padding_mask == -torch.inf
+    if key_padding_mask is not None:
+        key_padding_mask = torch_masks.as_flags(key_padding_mask)
     if added:
         attn_mask, key_padding_mask = (
             part if part is None else F.pad(part, (0, added)) for part in (attn_mask, key_padding_mask)
@@ -334,27 +334,6 @@ def _meaning(
             causal = causal | Allowed(torch.arange(S + added, device=device) >= S, axes="k")
         mask = causal if mask is None else causal & mask
     return mask, bias
-
-
-def _is_causal(mask: Tensor) -> bool:
-    """Whether it hides the future and does nothing else; some rows at a time."""
-    if mask.ndim != 2 or mask.requires_grad or not at_hand(mask):
-        return False
-    for start in range(0, mask.shape[0], ROWS):
-        rows = mask[start : start + ROWS]
-        hidden = rows if rows.dtype == torch.bool else rows == -torch.inf
-        if not torch.equal(hidden, torch.ones_like(hidden).triu(start + 1)):
-            return False
-        if rows is not hidden and bool(rows.masked_fill(hidden, 0.0).any()):
-            return False
-    return True
-
-
-def _only_hides(mask: Tensor) -> bool:
-    """Whether floats to add are 0 and -inf, no others."""
-    if not mask.is_floating_point() or mask.requires_grad or not at_hand(mask):
-        return False
-    return bool(((mask == 0) | (mask == -torch.inf)).all())
 
 
 def _beyond(lengths: list[int], device: torch.device) -> Tensor:

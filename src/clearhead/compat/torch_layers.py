@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from clearhead.compat.call import Call
+from clearhead.compat.torch_masks import as_flags, is_causal
 from clearhead.masks import KeyPadding, Mask, QueryPadding
 from clearhead.masks.convert import mask_from_mha
 from clearhead.multihead import Core
@@ -223,9 +224,9 @@ def _meaning(
     itself: bool,
 ) -> tuple[Mask | None, Tensor | None]:
     """The mask and the bias that the arguments mean; in self-attention a padded key is a padded query too."""
-    attn_mask, padding = _as_flags(attn_mask), _as_flags(key_padding_mask)
-    if attn_mask is not None and not added and _is_causal(attn_mask):
+    if attn_mask is not None and not added and is_causal(attn_mask):
         attn_mask, causal = None, True
+    attn_mask, padding = (None if mask is None else as_flags(mask) for mask in (attn_mask, key_padding_mask))
     if padding is not None and padding.ndim == 1:
         padding = padding[None]
     # Every query sees the keys that the module adds itself.
@@ -235,20 +236,6 @@ def _meaning(
         queries = QueryPadding(real=~padding)
         mask = queries if mask is None else mask & queries
     return mask, bias
-
-
-def _as_flags(mask: Tensor | None) -> Tensor | None:
-    """Floats of 0 and -inf only as bool, True = hidden, since torch's layers hand flags on so; others as they are."""
-    if mask is None or mask.dtype == torch.bool or mask.requires_grad:
-        return mask
-    hidden = mask == -torch.inf
-    return hidden if bool((hidden | (mask == 0)).all()) else mask
-
-
-def _is_causal(attn_mask: Tensor) -> bool:
-    if attn_mask.dtype != torch.bool or attn_mask.ndim != 2:
-        return False
-    return torch.equal(attn_mask, torch.ones_like(attn_mask).triu(1))
 
 
 @contextmanager
