@@ -91,21 +91,23 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
             check_size(observe, request_of(call, observe), layers=len(chosen))
             sized = True
 
-    def handle(call: Call, run: Run) -> Tensor:
+    def asked(call: Call) -> Observe | None:
+        """What to look at: nothing again in a checkpoint's second run, unless its graph must be the same again."""
         fits(call)
-        # In the backward pass a checkpoint computes again what was recorded; a graph must be the same again.
-        again = torch._C._current_graph_task_id() != -1
-        context, seen = run(call, None if again and not observe.grad else observe)
-        if seen is not None and not again:
+        return observe if observe.grad or not _runs_again() else None
+
+    def keep(call: Call, seen: Seen | None) -> None:
+        if seen is not None and not _runs_again():
             recording.add(names[call.module], _kept(seen))
+
+    def handle(call: Call, run: Run) -> Tensor:
+        context, seen = run(call, asked(call))
+        keep(call, seen)
         return context
 
     def heard(call: Call) -> None:
-        fits(call)
-        again = torch._C._current_graph_task_id() != -1
-        seen = None if again and not observe.grad else look_at(call, observe)
-        if seen is not None and not again:
-            recording.add(names[call.module], seen)
+        wanted = asked(call)
+        keep(call, None if wanted is None else look_at(call, wanted))
 
     with ExitStack() as stack:
         if foreign:
@@ -122,6 +124,11 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
                 f"not recorded, for they don't use transformers' attention registry: {', '.join(missed)}.",
                 stacklevel=3,
             )
+
+
+def _runs_again() -> bool:
+    """Whether a checkpoint computes in the backward pass what was recorded in the forward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _kept(seen: Seen) -> Seen:

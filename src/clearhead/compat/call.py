@@ -43,6 +43,11 @@ class Run(Protocol):
 Handle = Callable[[Call, Run], Tensor]
 
 
+def around(run: Run, handle: Handle) -> Run:
+    """The way to run a call that leads through a handle first; what is seen on it, the handle keeps."""
+    return lambda call, _=None: (handle(call, run), None)
+
+
 def attend(call: Call, observe: Observe | None = None) -> tuple[Tensor, Seen | None]:
     """The context by clearhead's own kernels, and what was asked for, from the same pass where that can be."""
     if observe is not None and call.padded is None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from clearhead.checks import check
-from clearhead.compat.call import Call, Handle, Run, attend, look_at
+from clearhead.compat.call import Call, Handle, Run, around, attend, look_at
 from clearhead.masks import And, KeyPadding, Mask, QueryPadding
 from clearhead.multihead import Core
 from clearhead.observe import Observe, Seen
@@ -88,15 +88,11 @@ class _Instead:
             context, seen = attend(asked._replace(padded=None), observe)  # as the module's own caller asked
             return context, None if more is None else look_at(asked._replace(context=context), more)
 
-        around: Run = run
+        through: Run = run
         for handle in (self.listener, *self.handles):  # the last is called first
-            around = around if handle is None else _around(handle, around)
-        context, _ = around(call)
+            through = through if handle is None else around(through, handle)
+        context, _ = through(call)
         return context if observe is None or seen is None else (context, seen)
-
-
-def _around(handle: Handle, run: Run) -> Run:
-    return lambda call, _=None: (handle(call, run), None)
 
 
 def padding_in(mask: Mask | None) -> Mask | None:

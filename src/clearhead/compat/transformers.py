@@ -19,7 +19,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from clearhead.compat.call import Call, Handle, Run, attend, look_at, request_of
+from clearhead.compat.call import Call, Handle, Run, around, attend, look_at, request_of
 from clearhead.compat.transformers_calls import crosses, note_memory, read_call, weights_of
 from clearhead.compat.transformers_layers import REGISTRY, configurations
 from clearhead.compat.transformers_masks import meaning_of, tag
@@ -186,17 +186,13 @@ def _function(name: _Name) -> Callable[..., Any]:
         run: Run = itself
         for handler in sorted(handlers, key=lambda handler: not handler.listens):  # outwards: listeners are inside
             handler.handled.add(module)
-            run = _around(handler, run)
+            run = around(run, handler.handle)
         context, _ = run(call)
         if ran is not call or name == ATTACHED:
             weights = weights_of(ran, context, options)
         return context.transpose(1, 2).contiguous(), weights
 
     return cast("Callable[..., Any]", attention_forward)
-
-
-def _around(handler: Handler, run: Run) -> Run:
-    return lambda call, _=None: (handler.handle(call, run), None)
 
 
 def _own_function(module: nn.Module, implementation: str) -> Callable[..., Any]:
