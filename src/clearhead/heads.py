@@ -39,24 +39,19 @@ class Kind(NamedTuple):
     columns: tuple[str, ...]
     largest: bool
     ask: str
-    words: str
 
 
 KINDS: Mapping[str, Kind] = {
-    "previous": Kind(("offset.1", "pattern.previous"), True, "offsets=[1]", "looks at the token before"),
-    "next": Kind(("offset.-1",), True, "offsets=[-1]", "looks at the token after"),
-    "self": Kind(("offset.0",), True, "offsets=[0]", "looks at its own token"),
-    "duplicate": Kind(
-        ("pattern.duplicate",), True, "patterns=clearhead.patterns(ids)", "looks at earlier copies of its token"
-    ),
-    "induction": Kind(
-        ("pattern.induction",), True, "patterns=clearhead.patterns(ids)", "looks behind earlier copies of its token"
-    ),
-    "sink": Kind(("mass.sink", "sink"), True, "received=True", "looks at the first token"),
-    "local": Kind(("distance",), False, "distance=True", "looks near by"),
-    "distant": Kind(("distance",), True, "distance=True", "looks far away"),
-    "focused": Kind(("entropy",), False, "entropy=True", "looks at few tokens"),
-    "diffuse": Kind(("entropy",), True, "entropy=True", "looks at many tokens alike"),
+    "previous": Kind(("offset.1", "pattern.previous"), True, "offsets=[1]"),
+    "next": Kind(("offset.-1",), True, "offsets=[-1]"),
+    "self": Kind(("offset.0",), True, "offsets=[0]"),
+    "duplicate": Kind(("pattern.duplicate",), True, "patterns=clearhead.patterns(ids)"),
+    "induction": Kind(("pattern.induction",), True, "patterns=clearhead.patterns(ids)"),
+    "sink": Kind(("mass.sink", "sink"), True, "received=True"),
+    "local": Kind(("distance",), False, "distance=True"),
+    "distant": Kind(("distance",), True, "distance=True"),
+    "focused": Kind(("entropy",), False, "entropy=True"),
+    "diffuse": Kind(("entropy",), True, "entropy=True"),
 }
 
 
@@ -99,7 +94,7 @@ def find(rows: Sequence[Row], kind: str, most: int | None) -> list[Head]:
             f"find({kind!r}) is no kind of head: there are {', '.join(KINDS)}, and the columns of heads(), here "
             f"{', '.join(columns) or 'none'}."
         )
-    wanted = KINDS.get(kind, Kind((kind,), True, "", ""))
+    wanted = KINDS.get(kind, Kind((kind,), True, ""))
     column = next((column for column in wanted.columns if column in columns), None)
     if column is None:
         raise ValueError(

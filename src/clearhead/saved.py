@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from clearhead.files import written
-from clearhead.heads import GROUPS, PER_QUERY
+from clearhead.heads import GROUPS, PER_QUERY, Layers
 from clearhead.observe import MAPS, MODULE, SPLIT, At, Observe, Seen
 
 VERSION = 1
@@ -22,8 +22,6 @@ PER_KEY = ("received", "received_mean", "value_weighted", "contribution")
 LARGEST = 2**24  # more heads, queries or keys than any call has
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NEEDS = "saving recordings needs safetensors: pip install 'clearhead[hf]'."
-
-Layers = Sequence[tuple[str, Sequence[Seen]]]
 
 
 class UnreadableError(Exception):
