@@ -1,20 +1,15 @@
 """Settings of the whole suite."""
 
-import os
 import re
-import shlex
-import shutil
 
 import pytest
 import torch
 
 from clearhead.backends.native_library import why_missing
+from compiler import COMPILER
 
 # The inputs are tiny: threads would only wait for each other. Set before any test, for all of them.
 torch.set_num_threads(1)
-
-COMPILERS = [shlex.split(os.environ["CXX"])[0]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-COMPILER = next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,7 +1,6 @@
 """The native kernels are built where a compiler is, say why not elsewhere, and run only what the processor has."""
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,10 +14,9 @@ from typer.testing import CliRunner
 from clearhead.backends import native_library
 from clearhead.backends.native_library import NAME, library, why_missing
 from clearhead.cli import app
+from compiler import COMPILER, NAMES
 
 ROOT = Path(__file__).parents[1]
-COMPILERS = [shlex.split(os.environ["CXX"])[0]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-COMPILER = next(filter(None, map(shutil.which, COMPILERS)), None)
 # What /proc/cpuinfo must list for each instruction set, by Linux's names.
 CPUINFO = {
     "baseline": set(),
@@ -54,7 +52,7 @@ def isa(monkeypatch):
 
 def test_kernels_are_built_where_a_compiler_is():
     if COMPILER is None:
-        pytest.skip(f"no C++ compiler: none of {', '.join(COMPILERS)} is in PATH")
+        pytest.skip(f"no C++ compiler: none of {', '.join(NAMES)} is in PATH")
     if library() is None:
         pytest.fail(
             f"{COMPILER} is here, but the kernels it should have built are not ({NAME}): run make test, "
