@@ -1,11 +1,55 @@
-"""What it takes to keep what `Observe` asks for, in bytes: known from the sizes, before any of it exists."""
+"""Whether a call can be asked for what `Observe` asks, and how many bytes that takes: before any of it exists."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from clearhead.errors import TooLargeError
-from clearhead.observe import At, Observe, indices
+from clearhead.checks import Request
+from clearhead.errors import ShapeError, TooLargeError
+from clearhead.observe import MAPS, At, Observe, indices
+
+
+def check_observe(observe: Observe, request: Request) -> None:
+    """Validate what is to be looked at in a call.
+
+    Raises:
+        TypeError: not an `Observe`.
+        IndexError: an `At` outside the inputs.
+        ShapeError: a group of keys in `mass` that is not (B|1, S), a `lookback` that is not (B|1,), or a pattern on
+            another device.
+        MaskError: a pattern that doesn't fit.
+        TooLargeError: it takes more than `allow_bytes`.
+    """
+    if not isinstance(observe, Observe):
+        raise TypeError(f"observe must be an Observe, as in Observe(entropy=True), not {observe!r}.")
+    B, H, L, S = request.sizes
+    for name in MAPS:
+        at = getattr(observe, name)
+        if isinstance(at, At):
+            indices("heads", at.heads, H)
+            indices("queries", at.queries, L)
+            indices("keys", at.keys, S)
+            if at.last_real and L == 0:
+                raise IndexError("At(last_real=True) needs at least one query: there are none.")
+    for name, keys in (observe.mass or {}).items():
+        if keys.shape[0] not in (1, B) or keys.shape[1] != S:
+            raise ShapeError(
+                f"Observe(mass={{{name!r}: ...}}) must be (B|1, S) with B={B}, S={S}, not {tuple(keys.shape)}."
+            )
+    for name, pattern in (observe.patterns or {}).items():
+        pattern._check(B, H, L, S)
+        if pattern.device not in (None, request.query.device):
+            raise ShapeError(
+                f"Observe(patterns={{{name!r}: ...}}) is on {pattern.device}, the query on {request.query.device}: "
+                f"use mask.to({str(request.query.device)!r})."
+            )
+    if isinstance(observe.lookback, Tensor) and observe.lookback.shape[0] not in (1, B):
+        raise ShapeError(
+            f"Observe(lookback=...) must be a number or (B,) with B={B}, not {tuple(observe.lookback.shape)}."
+        )
+    if not torch.compiler.is_exporting():  # of a program for any length nothing is known
+        check_size(observe, request)
 
 
 def bytes_seen(
@@ -68,24 +112,24 @@ def _pairs(at: bool | At, sizes: tuple[int, int, int, int]) -> int:
     return B
 
 
-def check_bytes(observe: Observe, costs: dict[str, int], what: str) -> None:
-    """Raise TooLargeError if the costs together are more than `observe` allows.
-
-    Args:
-        observe: what is asked, and its `allow_bytes`.
-        costs: bytes by field, of one call or of many.
-        what: what they are the costs of, in words with numbers.
-    """
+def check_size(observe: Observe, request: Request, layers: int = 1) -> None:
+    """Raise TooLargeError if what is to be seen of a call, or of one in each of so many layers, is too large."""
+    query, key, value = request.query, request.key, request.value
+    widths = (query.shape[3], value.shape[3])
+    of_one = bytes_seen(observe, request.sizes, kv_heads=key.shape[1], widths=widths, dtype=query.dtype)
+    costs = {name: layers * cost for name, cost in of_one.items()}
     total = sum(costs.values())
     if total <= observe.allow_bytes:
         return
+    B, H, L, S = request.sizes
+    what = "a call" if layers == 1 else f"{layers} layers, all as the first,"
     largest = sorted(costs, key=lambda name: -costs[name])[:3]
     parts = ", ".join(f"{name} {_readable(costs[name])}" for name in largest)
     raise TooLargeError(
-        f"what observe asks for takes {total} bytes ({_readable(total)}: {parts}) for {what}, and allow_bytes is "
-        f"{observe.allow_bytes} ({_readable(observe.allow_bytes)}). Ask for some rows, as in "
-        f"weights=At(heads=[0], queries=[-1]), for pooled=256 in place of a map, or for statistics; or allow it: "
-        f"Observe(..., allow_bytes={total})."
+        f"what observe asks for takes {total} bytes ({_readable(total)}: {parts}) for {what} with B={B}, Hq={H}, "
+        f"L={L}, S={S}, and allow_bytes is {observe.allow_bytes} ({_readable(observe.allow_bytes)}). Ask for some "
+        f"rows, as in weights=At(heads=[0], queries=[-1]), for pooled=256 in place of a map, or for statistics; or "
+        f"allow it: Observe(..., allow_bytes={total})."
     )
 
 

@@ -11,10 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from clearhead.budget import bytes_seen, check_bytes
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask, as_mask
-from clearhead.observe import MAPS, At, Observe, indices
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 AUTOCAST = {torch.float32, torch.float16, torch.bfloat16}  # float64 and integers are left as they are
@@ -257,60 +255,6 @@ def check_count(name: str, value: Any) -> int:
     if count < 1:
         raise ValueError(f"{name} must be at least 1, not {count}.")
     return count
-
-
-def check_observe(observe: Observe, request: Request) -> None:
-    """Validate what is to be looked at in a call.
-
-    Raises:
-        TypeError: not an `Observe`.
-        IndexError: an `At` outside the inputs.
-        ShapeError: a group of keys in `mass` that is not (B|1, S), a `lookback` that is not (B|1,), or a pattern on
-            another device.
-        MaskError: a pattern that doesn't fit.
-        TooLargeError: it takes more than `allow_bytes`.
-    """
-    if not isinstance(observe, Observe):
-        raise TypeError(f"observe must be an Observe, as in Observe(entropy=True), not {observe!r}.")
-    B, H, L, S = request.sizes
-    for name in MAPS:
-        at = getattr(observe, name)
-        if isinstance(at, At):
-            indices("heads", at.heads, H)
-            indices("queries", at.queries, L)
-            indices("keys", at.keys, S)
-            if at.last_real and L == 0:
-                raise IndexError("At(last_real=True) needs at least one query: there are none.")
-    for name, keys in (observe.mass or {}).items():
-        if keys.shape[0] not in (1, B) or keys.shape[1] != S:
-            raise ShapeError(
-                f"Observe(mass={{{name!r}: ...}}) must be (B|1, S) with B={B}, S={S}, not {tuple(keys.shape)}."
-            )
-    for name, pattern in (observe.patterns or {}).items():
-        pattern._check(B, H, L, S)
-        if pattern.device not in (None, request.query.device):
-            raise ShapeError(
-                f"Observe(patterns={{{name!r}: ...}}) is on {pattern.device}, the query on {request.query.device}: "
-                f"use mask.to({str(request.query.device)!r})."
-            )
-    if isinstance(observe.lookback, Tensor) and observe.lookback.shape[0] not in (1, B):
-        raise ShapeError(
-            f"Observe(lookback=...) must be a number or (B,) with B={B}, not {tuple(observe.lookback.shape)}."
-        )
-    if not torch.compiler.is_exporting():  # of a program for any length nothing is known
-        check_size(observe, request)
-
-
-def check_size(observe: Observe, request: Request, layers: int = 1) -> None:
-    """Raise TooLargeError if what is to be seen of a call, or of one in each of so many layers, is too large."""
-    query, key, value = request.query, request.key, request.value
-    widths = (query.shape[3], value.shape[3])
-    costs = bytes_seen(observe, request.sizes, kv_heads=key.shape[1], widths=widths, dtype=query.dtype)
-    B, H, L, S = request.sizes
-    what = "a call" if layers == 1 else f"{layers} layers, all as the first,"
-    check_bytes(
-        observe, {name: layers * cost for name, cost in costs.items()}, f"{what} with B={B}, Hq={H}, L={L}, S={S}"
-    )
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from clearhead.backends import Backend, choose
 from clearhead.backends.nonfinite import set_aside
-from clearhead.checks import Request, autocasting, check, check_observe, without_added_axes
+from clearhead.budget import check_observe
+from clearhead.checks import Request, autocasting, check, without_added_axes
 from clearhead.derived import sources
 from clearhead.look import look
 from clearhead.masks import Mask

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from clearhead.backends import choose
 from clearhead.backends.nonfinite import by_rows
+from clearhead.budget import check_observe
 from clearhead.checks import (
     AUTOCAST,
     autocasting,
@@ -16,7 +17,6 @@ from clearhead.checks import (
     check_count,
     check_dropout,
     check_inputs,
-    check_observe,
     check_scale,
     check_widths,
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from clearhead.checks import check_size
+from clearhead.budget import check_size
 from clearhead.compat import torch_layers
 from clearhead.compat.call import Call, Run, look_at, request_of
 from clearhead.compat.cores import handling_core, has_core

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from clearhead.backends.native import Native
-from clearhead.checks import Request, check, check_observe
+from clearhead.budget import check_observe
+from clearhead.checks import Request, check
 from clearhead.derived import sources
 from clearhead.functional import attention, in_own_precision, seen_of
 from clearhead.masks import Mask

@@ -19,7 +19,7 @@ from clearhead.masks import Allowed, Causal, Mask, mask_from_mha
 from clearhead.multihead import PLAIN, Core
 from clearhead.observe import At, Observe
 
-_ROWS = 512  # of a feed-forward block at a time
+ROWS = 512  # of a feed-forward block at a time
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -262,7 +262,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             return super()._ff_block(x)
         rows = x.reshape(-1, x.shape[-1])
         output = torch.empty_like(rows)
-        for part, into in zip(rows.split(_ROWS), output.split(_ROWS), strict=True):
+        for part, into in zip(rows.split(ROWS), output.split(ROWS), strict=True):
             into.copy_(super()._ff_block(part))
         return output.view(x.shape)
 
