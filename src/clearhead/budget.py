@@ -7,7 +7,7 @@ from torch import Tensor
 
 from clearhead.checks import Request
 from clearhead.errors import ShapeError, TooLargeError
-from clearhead.observe import MAPS, At, Observe, indices
+from clearhead.observe import MAPS, PER_KEY, PER_QUERY, At, Observe, indices
 
 
 def check_observe(observe: Observe, request: Request) -> None:
@@ -82,15 +82,14 @@ def bytes_seen(
     shared = H if kv_heads is None else kv_heads
     exact = 8 if dtype == torch.float64 else 4
     by_query, by_key = B * H * L * exact, B * H * S * exact
-    costs = dict.fromkeys(("lse", "entropy", "max_weight", "max_score", "distance", "rest", "lookback"), by_query)
-    costs |= dict.fromkeys(("received", "received_mean", "value_weighted", "contribution"), by_key)
+    costs = dict.fromkeys(PER_QUERY, by_query) | dict.fromkeys(PER_KEY, by_key)
     costs["agreement"] = B * H * H * exact
     costs["top_k"] = B * H * L * (observe.top_k or 0) * (exact + 4)
     costs["mass"] = by_query * len(observe.mass or {})
     costs["patterns"] = by_query * len(observe.patterns or {})
     costs["offsets"] = by_query * len(observe.offsets or ())
     costs["pooled"] = 2 * B * H * (observe.pooled or 0) ** 2 * exact
-    for name in ("weights", "scores", "masked_scores", "dropped_weights"):
+    for name in MAPS:
         costs[name] = exact * _pairs(getattr(observe, name), sizes)
     query, context = B * H * L * E, B * H * L * Ev
     key, value = B * shared * S * E, B * shared * S * Ev

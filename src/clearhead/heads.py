@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.observe import Seen
+from clearhead.observe import PER_QUERY, Seen
 
 Row = dict[str, Any]
 Layers = Sequence[tuple[str, Sequence[Seen]]]
 
-PER_QUERY = ("lse", "entropy", "max_weight", "max_score", "distance", "rest", "lookback")
 GROUPS = {"mass": "mass", "patterns": "pattern"}  # of dicts: `mass={"SEP": ...}` is the column "mass.SEP"
 ON_FIRST_KEY = {
     "received": "sink",

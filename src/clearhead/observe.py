@@ -24,6 +24,8 @@ STATISTICS = (
     "lse", "entropy", "max_weight", "max_score", "distance", "received", "received_mean", "value_weighted",
     "contribution", "agreement", "rest", "top_k", "mass", "patterns", "lookback", "offsets", "pooled",
 )  # fmt: skip
+PER_QUERY = ("lse", "entropy", "max_weight", "max_score", "distance", "rest", "lookback")  # (B, Hq, L)
+PER_KEY = ("received", "received_mean", "value_weighted", "contribution")  # (B, Hq, S)
 MAPS = ("scores", "masked_scores", "weights", "dropped_weights")
 SPLIT = ("query", "key", "value", "context")
 # What turns them on, where it isn't True.

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from clearhead.files import written
-from clearhead.heads import GROUPS, PER_QUERY, Layers
-from clearhead.observe import MAPS, MODULE, SPLIT, At, Observe, Seen
+from clearhead.heads import GROUPS, Layers
+from clearhead.observe import MAPS, MODULE, PER_KEY, PER_QUERY, SPLIT, At, Observe, Seen
 
 VERSION = 1
 HEADER = "clearhead"
 PAIRS = {"top_k": ("weights", "keys"), "pooled": ("mean", "max")}
-PER_KEY = ("received", "received_mean", "value_weighted", "contribution")
 LARGEST = 2**24  # more heads, queries or keys than any call has
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NEEDS = "saving recordings needs safetensors: pip install 'clearhead[hf]'."
