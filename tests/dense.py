@@ -342,8 +342,8 @@ class Truth:
             "value": self._by_group(dropped.mT @ self.doutput),
         }
         terms = {
-            "query": self.scale * (sizes * self.slopes) @ key.abs(),
-            "key": self._by_group(self.scale * (sizes * self.slopes).mT @ self.query.abs()),
+            "query": self.scale * (sizes * (2 - self.slopes)) @ key.abs(),
+            "key": self._by_group(self.scale * (sizes * (2 - self.slopes)).mT @ self.query.abs()),
             "value": self._by_group(dropped.mT @ self.doutput.abs()),
         }
         if self.bias is not None:

@@ -282,14 +282,15 @@ class Truth:
             for k in range(S):
                 score = weights[k] * (by_weight[k] - mean)
                 slope = self.slopes[b, h, q, k] * self.scale
+                steep = (2 - self.slopes[b, h, q, k]) * self.scale  # a slope is 1 - tanh^2: terms of 1 + tanh^2
                 found["value"][b, g, k] += weights[k] * drop[k] * by_output
                 found["query"][b, h, q] += score * slope * self.key[b, g, k]
                 found["key"][b, g, k] += score * slope * self.query[b, h, q]
                 found["bias"][b, h, q, k] += score
                 size = weights[k] * (sizes[k] + mean_size)
                 terms["value"][b, g, k] += weights[k] * drop[k] * np.abs(by_output)
-                terms["query"][b, h, q] += size * np.abs(slope * self.key[b, g, k])
-                terms["key"][b, g, k] += size * np.abs(slope * self.query[b, h, q])
+                terms["query"][b, h, q] += size * np.abs(steep * self.key[b, g, k])
+                terms["key"][b, g, k] += size * np.abs(steep * self.query[b, h, q])
                 terms["bias"][b, h, q, k] += size
         return found, {name: float(array.max(initial=0.0)) for name, array in terms.items()}
 
