@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -220,6 +221,9 @@ def intervene(
         ShapeError: when the model runs, an intervention that doesn't fit its inputs. A ValueError.
         IndexError: when the model runs, heads or queries out of range.
 
+    Warns:
+        UserWarning: layers that ran, and not through the registry, by name: nothing was changed in them.
+
     Example:
         >>> layer, x = MultiHeadAttention(8, 2), torch.randn(1, 5, 8)
         >>> with intervene(layer, {0: [Knockout(KeyPadding([3], side="left")), ScaleHeads({1: 0.0})]}):
@@ -256,12 +260,19 @@ def intervene(
         return _changed(wanted[call.module], call, run)
 
     with ExitStack() as stack:
-        if mine := set(wanted).intersection(foreign):
-            stack.enter_context(handling(model, Handler(handle, mine)))
+        mine, handler = set(wanted).intersection(foreign), None
+        if mine:
+            handler = stack.enter_context(handling(model, Handler(handle, mine)))
         for module, what in wanted.items():
             if module not in mine:
                 stack.enter_context(handling_core(module, partial(_changed, what)))
         yield
+        if handler is not None and (missed := handler.ran - handler.handled):
+            warnings.warn(
+                f"not changed, for they don't use transformers' attention registry, or were given another "
+                f"implementation meanwhile: {', '.join(name for name, module in names.items() if module in missed)}.",
+                stacklevel=3,
+            )
 
 
 def _changed(what: Sequence[Intervention], call: Call, run: Run) -> Tensor:
