@@ -106,6 +106,13 @@ def test_what_cannot_be_attached_is_named() -> None:
     assert set(implementations(model)) == {"sdpa"}
 
 
+def test_a_part_of_a_model_cannot_be_attached() -> None:
+    model = BY_NAME["llama"].build()
+    with pytest.raises(ValueError, match="is a part of a transformers model"):
+        ch.attach(model.model.layers[1])
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_attach_while_recording_is_refused() -> None:
     model = BY_NAME["llama"].build()
     with ch.record(model, ch.Observe(entropy=True)):

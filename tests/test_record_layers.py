@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.compat import transformers as hf
 from clearhead.compat.call import Call
+from clearhead.multihead import Core
 from families import BY_NAME, tokens, transformers
 from test_record_families import agree
 
@@ -341,4 +342,68 @@ def test_the_bytes_of_all_layers_are_told_before_the_first_is_computed() -> None
         run(model)
     assert len(recording) == 0
     with ch.record(model, ch.Observe(weights=True, allow_bytes=one), 1):  # of one layer there is room
+        run(model)
+
+
+class Louder(Core):
+    """A core with a forward of its own."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return super().forward(*args, **options) * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("instance", [False, True])
+def test_a_core_with_a_forward_of_its_own_keeps_it(instance: bool) -> None:
+    mha, x = ch.MultiHeadAttention(14, 2).eval(), torch.randn(2, 5, 14)
+    before = mha(x, mask=ch.Causal())
+    if instance:
+        own = mha.core.forward
+        mha.core.forward = lambda *args, **options: own(*args, **options) * 2
+    else:
+        mha.core = Louder()
+    plain = mha(x, mask=ch.Causal())
+    assert not torch.equal(plain, before)
+    with ch.record(mha, ch.Observe(weights=True, context=True)) as recording:
+        assert torch.equal(mha(x, mask=ch.Causal()), plain)
+    assert torch.equal(mha(x, mask=ch.Causal()), plain)
+    agree(recording[0].context, 2 * recording[0].weights @ mha.v_proj(x).unflatten(-1, (2, 7)).transpose(1, 2))
+    silent = {0: [ch.ScaleHeads([0.0, 1.0]), ch.Knockout(ch.Window(left=0, right=0))]}
+    with ch.intervene(mha, silent):
+        context = mha.out_proj.bias + 0 * plain
+        changed = mha(x, mask=ch.Causal())
+    v = mha.v_proj(x)[..., 7:]
+    scores = mha.q_proj(x)[..., 7:] @ mha.k_proj(x)[..., 7:].mT * 7**-0.5
+    hidden = torch.ones(5, 5).triu().bool()
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+    agree(changed, context + 2 * weights @ v @ mha.out_proj.weight[:, 7:].T)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "clearhead"])
+@pytest.mark.parametrize("part", ["model.layers.1", "model.layers.1.self_attn"])
+def test_a_part_of_a_model_is_recorded_by_itself(part: str, implementation: str) -> None:
+    model = BY_NAME["llama"].build("eager" if implementation == "eager" else None)
+    model = ch.attach(model) if implementation == "clearhead" else model
+    inputs = BY_NAME["llama"].inputs("right")
+    everything = ch.Observe(weights=True, received=True)
+    with torch.no_grad():
+        plain = model(**inputs).logits
+        with ch.record(model, everything) as whole:
+            model(**inputs)
+        with ch.record(model.get_submodule(part), everything) as recording:
+            assert torch.equal(model(**inputs).logits, plain)
+    assert list(recording) == ["self_attn" if part.endswith("1") else ""]
+    assert torch.equal(recording[0].weights, whole[1].weights)
+    assert torch.equal(recording[0].received, whole[1].received)
+
+
+def test_a_model_that_was_given_another_implementation_meanwhile_is_named() -> None:
+    model = BY_NAME["llama"].build()
+    told = pytest.warns(UserWarning, match=r"not recorded.*another implementation.*model\.layers\.0\.self_attn")
+    with told, ch.record(model, ENTROPY):
+        model.set_attn_implementation("eager")
+        run(model)
+    told = pytest.warns(UserWarning, match=r"not changed.*another implementation.*: model\.layers\.1\.self_attn\.$")
+    with told, ch.intervene(model, {1: ch.ScaleHeads({0: 0.0})}):
+        model.set_attn_implementation("sdpa")
         run(model)

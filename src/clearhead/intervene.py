@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Knockout:
         TypeError: no mask.
 
     References:
-        Geva et al. 2023, "Dissecting Recall of Factual Associations" (2304.14767), section 5.1.
+        Geva et al. 2023, "Dissecting Recall of Factual Associations" (2304.14767).
 
     Example:
         >>> Knockout(Window(left=1, right=0), heads=[3])  # head 3 sees neither the query's own key nor the one before
@@ -80,7 +81,7 @@ class ScaleHeads:
         TypeError: neither.
 
     References:
-        Michel et al. 2019, "Are Sixteen Heads Really Better than One?" (1905.10650), equation 2.
+        Michel et al. 2019, "Are Sixteen Heads Really Better than One?" (1905.10650).
 
     Example:
         >>> ScaleHeads({0: 0.0, -1: 2.0})
@@ -137,7 +138,7 @@ class Patch:
         TypeError: rows that are no tensor of floats with four axes.
 
     References:
-        Wang et al. 2022, "Interpretability in the Wild" (2211.00593), section 3: patching a head's pattern.
+        Wang et al. 2022, "Interpretability in the Wild" (2211.00593).
 
     Example:
         >>> uniform = torch.full((1, 1, 1, 5), 1 / 5)
@@ -220,6 +221,9 @@ def intervene(
         ShapeError: when the model runs, an intervention that doesn't fit its inputs. A ValueError.
         IndexError: when the model runs, heads or queries out of range.
 
+    Warns:
+        UserWarning: layers that ran, and not through the registry, by name: nothing was changed in them.
+
     Example:
         >>> layer, x = MultiHeadAttention(8, 2), torch.randn(1, 5, 8)
         >>> with intervene(layer, {0: [Knockout(KeyPadding([3], side="left")), ScaleHeads({1: 0.0})]}):
@@ -256,12 +260,19 @@ def intervene(
         return _changed(wanted[call.module], call, run)
 
     with ExitStack() as stack:
-        if mine := set(wanted).intersection(foreign):
-            stack.enter_context(handling(model, Handler(handle, mine)))
+        mine, handler = set(wanted).intersection(foreign), None
+        if mine:
+            handler = stack.enter_context(handling(model, Handler(handle, mine)))
         for module, what in wanted.items():
             if module not in mine:
                 stack.enter_context(handling_core(module, partial(_changed, what)))
         yield
+        if handler is not None and (missed := handler.ran - handler.handled):
+            warnings.warn(
+                f"not changed, for they don't use transformers' attention registry, or were given another "
+                f"implementation meanwhile: {', '.join(name for name, module in names.items() if module in missed)}.",
+                stacklevel=3,
+            )
 
 
 def _changed(what: Sequence[Intervention], call: Call, run: Run) -> Tensor:

@@ -37,8 +37,8 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
     ``add_bias_kv`` and ``add_zero_attn`` are the last ones, in this order.
 
     Args:
-        model: any module that contains transformers models (their attention going through the registry, by
-            ``"sdpa"``, ``"eager"`` or `clearhead.attach`), `MultiHeadAttention`, or torch's
+        model: any module that contains transformers models or is a part of one (their attention going through the
+            registry, by ``"sdpa"``, ``"eager"`` or `clearhead.attach`), `MultiHeadAttention`, or torch's
             ``nn.MultiheadAttention`` and its transformer layers, on any path they take. Padding of clearhead's
             modules is read from `KeyPadding`.
         observe: what to look at; `Seen` has the fields of `clearhead.attention` (but ``dropped_weights``).
@@ -121,7 +121,8 @@ def record(model: nn.Module, observe: Observe, layers: Layers = None) -> Iterato
         yield recording
         if foreign and (missed := [names[module] for module in names if module in handler.ran - handler.handled]):
             warnings.warn(
-                f"not recorded, for they don't use transformers' attention registry: {', '.join(missed)}.",
+                f"not recorded, for they don't use transformers' attention registry, or were given another "
+                f"implementation meanwhile: {', '.join(missed)}.",
                 stacklevel=3,
             )
 

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from clearhead.compat.call import attend
 from clearhead.compat.transformers import ATTACHED, interfaces, is_being_handled
 from clearhead.compat.transformers_calls import read_call, weights_of
-from clearhead.compat.transformers_layers import attention_layers, branches_on_names, configurations
+from clearhead.compat.transformers_layers import (
+    attention_layers,
+    branches_on_names,
+    configurations,
+    is_transformers_model,
+)
 from clearhead.compat.transformers_masks import MaskTensor, meaning_of
 from clearhead.masks import Causal
 
@@ -104,6 +109,10 @@ def _check(model: nn.Module) -> None:
     if not through:
         found = f": {_list(past, names)} don't use its attention registry" if past else ""
         raise ValueError(f"{kind} can't be attached, for it has no attention layer of transformers' registry{found}.")
+    if not any(map(is_transformers_model, model.modules())):
+        raise ValueError(
+            f"{kind} is a part of a transformers model, whose layers share a configuration: attach that."
+        )
     if branching := branches_on_names(model):
         raise ValueError(
             f"{kind} can't be attached: {_list(branching, names)} take another way where the implementation is not "

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from clearhead.compat.call import Call
+from clearhead.compat.standins import is_stand_in, plain_copies, stand_in
 from clearhead.compat.torch_masks import as_flags, is_causal
 from clearhead.masks import KeyPadding, Mask, QueryPadding
 from clearhead.masks.convert import mask_from_mha
@@ -243,19 +244,19 @@ def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iter
     """While this lasts, the instance has a function of ours in a method's place."""
     own = vars(module)
     before = own.get(name)
-    function.__dict__["clearhead"] = True
-    own[name] = function
-    try:
-        yield
-    finally:
-        if own.get(name) is function:  # else someone chose another meanwhile
-            if before is None:
-                del own[name]
-            else:
-                own[name] = before
+    with plain_copies(module):
+        own[name] = stand_in(function, instead_of=before)
+        try:
+            yield
+        finally:
+            if own.get(name) is function:  # else someone chose another meanwhile
+                if before is None:
+                    del own[name]
+                else:
+                    own[name] = before
 
 
 def _is_replaced(module: nn.Module) -> bool:
     """Whether the instance has another forward than its class, and not by us."""
     forward = vars(module).get("forward")
-    return forward is not None and not getattr(forward, "clearhead", False)
+    return forward is not None and not is_stand_in(forward)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Self, cast
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.compat.call import Call, Handle, Run, around, attend, look_at, request_of
+from clearhead.compat.standins import plain_copies, stand_in
 from clearhead.compat.transformers_calls import crosses, note_memory, read_call, weights_of
 from clearhead.compat.transformers_layers import REGISTRY, configurations
 from clearhead.compat.transformers_masks import meaning_of, tag
@@ -92,9 +93,12 @@ def handling(model: nn.Module, handler: Handler) -> Iterator[Handler]:
         handler.ran.add(module)
         note_memory(module, args, options)
 
-    hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in handler.layers]
+    hooks = [layer.register_forward_pre_hook(stand_in(before), with_kwargs=True) for layer in handler.layers]
     names: list[tuple[Any, _Name]] = []
+    copies = ExitStack()
     try:
+        for layer in handler.layers:
+            copies.enter_context(plain_copies(layer))
         with _changing:
             for config in configs:
                 name = config._attn_implementation_internal
@@ -106,6 +110,7 @@ def handling(model: nn.Module, handler: Handler) -> Iterator[Handler]:
     finally:
         for hook in hooks:
             hook.remove()
+        copies.close()
         with _changing:
             for config, name in names:
                 name.handlers.remove(handler)

@@ -21,15 +21,20 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def attention_layers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The attention layers inside transformers models: those that use its registry, and those that don't."""
-    modules = dict.fromkeys(
+    """The attention layers of transformers models, or of parts of them: those that use its registry, and others.
+
+    Only inside a whole model is a module known for an attention layer that doesn't use it.
+    """
+    if "transformers.modeling_utils" not in sys.modules:
+        return [], []
+    through = [module for module in model.modules() if _uses(module, REGISTRY) and not is_transformers_model(module)]
+    known = set(through)
+    inside = dict.fromkeys(
         module for part in model.modules() if is_transformers_model(part) for module in part.modules()
     )
-    through = [module for module in modules if _uses(module, REGISTRY) and not is_transformers_model(module)]
-    known = set(through)
     past = [
         module
-        for module in modules
+        for module in inside
         if _looks_like_attention(module)
         and known.isdisjoint(module.modules())
         and not any(_looks_like_attention(part) for part in module.modules() if part is not module)
