@@ -36,9 +36,8 @@ def handling_core(mha: nn.Module, handle: Handle, *, listens: bool = False) -> I
         ValueError: a second one that listens.
     """
     core = mha.get_submodule("core")
-    instead = vars(core).get("forward")
-    if not isinstance(instead, _Instead):
-        instead = _Instead(mha, core, instead_of=instead)
+    there = vars(core).get("forward")
+    instead = there if isinstance(there, _Instead) else _Instead(mha, core, instead_of=there)
     if listens and instead.listener is not None:
         raise ValueError(f"{type(mha).__name__} is being recorded already: ask for all you want in one Observe.")
     with plain_copies(mha), plain_copies(core):
