@@ -21,10 +21,10 @@ def on_real(rows: Tensor, real: Tensor) -> Tensor:
     return rows.transpose(1, 2)[real]
 
 
-def agree(mine: Tensor, theirs: Tensor) -> None:
-    """Within 1e-5 of the size of what is compared."""
+def agree(mine: Tensor, theirs: Tensor, within: float = 1e-5) -> None:
+    """Within so much of the size of what is compared."""
     scale = float(theirs.abs().max().clamp_min(1.0))
-    torch.testing.assert_close(mine.double(), theirs.double(), atol=1e-5 * scale, rtol=0)
+    torch.testing.assert_close(mine.double(), theirs.double(), atol=within * scale, rtol=0)
 
 
 def real_queries(name: str, inputs: dict[str, Tensor], L: int) -> Tensor:
