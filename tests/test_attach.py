@@ -148,8 +148,8 @@ def test_training_has_the_gradients_of_eager_attention(name: str, checkpointing:
     mine = gradients(model)
     assert mine.keys() == eager.keys()
     for parameter, gradient in eager.items():
-        # GPT-OSS in float64 has both of them 9e-6 away, in the weights of its first keys.
-        agree(mine[parameter], gradient, within=3e-5)
+        # Of GPT-OSS both lie up to 1e-5 from the gradients in float64, eager attention further than the kernels.
+        agree(mine[parameter], gradient, within=3e-5 if name == "gpt_oss" else 1e-5)
     model.zero_grad()
     with ch.record(model, ch.Observe(entropy=True, weights=True)) as recording:
         again = gradients(model)

@@ -22,7 +22,7 @@ def on_real(rows: Tensor, real: Tensor) -> Tensor:
 
 
 def agree(mine: Tensor, theirs: Tensor, within: float = 1e-5) -> None:
-    """Within 1e-5 of the size of what is compared, or as said."""
+    """Within so much of the size of what is compared."""
     scale = float(theirs.abs().max().clamp_min(1.0))
     torch.testing.assert_close(mine.double(), theirs.double(), atol=within * scale, rtol=0)
 
