@@ -49,7 +49,7 @@ class Native(Backend):
             found.append("float64: the kernels compute in float32")
         if not torch.compiler.is_compiling() and (query.is_neg() or request.key.is_neg() or request.value.is_neg()):
             found.append("a tensor that is negated when read (.resolve_neg() writes it)")
-        if query.shape[2] >= 2**31 or request.key.shape[2] >= 2**31:
+        if max(request.sizes) >= 2**31:  # in one: of two comparisons an exported program would make limits
             found.append("2**31 queries or keys")
         if transforming():
             found.append("inside torch.func or forward-mode differentiation: the kernels have no rules for them")
