@@ -147,3 +147,12 @@ def test_no_graph_is_kept_where_none_is_wanted(backend: str) -> None:
         out = ch.attention(x, x, x, ch.Causal(), backend=backend)
     assert not out.requires_grad
     assert not ch.attention(x.detach(), x.detach(), x.detach(), ch.Causal(), backend=backend).requires_grad
+
+
+def test_the_gradient_of_lse_is_the_weights_where_scores_differ_and_their_weights_do_not() -> None:
+    """Scores of 1e-9: in float32 all weights are 1 / 5, and which score is the largest says nothing of the slope."""
+    query = torch.full((1, 1, 1, 1), 1e-9, requires_grad=True)
+    key = torch.tensor([1.0, 2.0, 5.0, 4.0, 3.0]).view(1, 1, 5, 1)
+    _, seen = ch.attention(query, key, key, scale=1.0, observe=ch.Observe(lse=True, grad=True), backend="blockwise")
+    (slope,) = torch.autograd.grad(seen.lse.sum(), query)
+    assert slope.item() == pytest.approx(3.0, rel=1e-6)  # sum_j w_j k_j

@@ -88,10 +88,13 @@ def _only(observe: Observe, names: list[str]) -> Observe:
 
 def _sharpness(sight: Sight, observe: Observe) -> dict[str, Tensor]:
     """The largest weight, log-sum-exp and entropy of each query, which share their work; those asked for."""
-    top, max_weight = sight.scores.amax(dim=-1), sight.weights.amax(dim=-1)  # -inf and 0 in a dead row
+    # The weight of that very score, not the largest weight: of two that round alike the gradients would be mixed up.
+    top, at = sight.scores.max(dim=-1)  # -inf in a dead row, with a weight of 0
+    max_weight = sight.weights.gather(-1, at[..., None]).squeeze(-1)
     most = max_weight
     if sight.sinks is not None and sight.rest is not None:
-        top, most = torch.maximum(top, sight.sinks), torch.maximum(max_weight, sight.rest)
+        beyond = top < sight.sinks
+        top, most = torch.where(beyond, sight.sinks, top), torch.where(beyond, sight.rest, max_weight)
     # The largest weight is exp(largest score - lse): two maxima instead of another pass of exponentials.
     lse = torch.where(most == 0, -torch.inf, top - most.log())
     found = {"max_weight": max_weight, "lse": lse}
