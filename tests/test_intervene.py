@@ -269,3 +269,14 @@ def test_torch_s_own_attention_must_be_converted() -> None:
     model.self_attn.out_proj.weight.data[:, : D // H] = 0.0
     with torch.no_grad():
         torch.testing.assert_close(changed, model(x))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [ch.ScaleHeads({0: 0.0, -3: 1.0}), ch.Patch(torch.ones(1, 2, 1, L), heads=[0, -3], queries=0)],
+    ids=["ScaleHeads", "Patch"],
+)
+def test_nothing_is_changed_into_two_things_at_once(what: Any) -> None:
+    mha, x = module(), torch.randn(2, L, D, dtype=torch.float64)
+    with pytest.raises(ValueError, match="twice"), ch.intervene(mha, {0: what}):
+        mha(x)

@@ -77,6 +77,13 @@ def test_layers_that_are_not_there_are_refused_before_anything_runs(layers: Any,
             pytest.fail("ran")
 
 
+@pytest.mark.parametrize("layers", [1.5, nn.Linear(2, 2)], ids=["float", "module"])
+def test_layers_that_are_neither_names_nor_numbers_are_a_type_error(layers: Any) -> None:
+    mha = ch.MultiHeadAttention(14, 2)
+    with pytest.raises(TypeError, match="layers takes names, numbers"), ch.record(mha, ENTROPY, layers):
+        pytest.fail("ran")
+
+
 def test_layers_of_clearhead_and_of_transformers_are_numbered_together() -> None:
     model = nn.ModuleDict({"one": ch.MultiHeadAttention(4, 2), "llama": BY_NAME["llama"].build()})
     with torch.no_grad(), ch.record(model, ENTROPY, [0, 2]) as recording:
@@ -407,3 +414,13 @@ def test_a_model_that_was_given_another_implementation_meanwhile_is_named() -> N
     with told, ch.intervene(model, {1: ch.ScaleHeads({0: 0.0})}):
         model.set_attn_implementation("sdpa")
         run(model)
+
+
+def test_a_head_that_pools_by_torch_s_attention_is_recorded_and_not_named(recwarn: pytest.WarningsRecorder) -> None:
+    sizes = {"hidden_size": 12, "intermediate_size": 17, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.SiglipVisionConfig(**sizes, image_size=6, patch_size=3)
+    model = transformers.SiglipVisionModel(config).eval()
+    with torch.no_grad(), ch.record(model, ENTROPY) as recording:
+        model(pixel_values=torch.randn(2, 3, 6, 6))
+    assert [name.rsplit(".", 1)[-1] for name in recording] == ["self_attn", "attention"]
+    assert not [warning for warning in recwarn if "not recorded" in str(warning.message)]

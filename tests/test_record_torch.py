@@ -654,3 +654,17 @@ def test_converted_layers_are_heard_once_through_their_core(training: bool) -> N
     check_seen(recording["layers.0.self_attn"], expected[0], hidden)
     if not training:  # else what comes next went through dropout
         check_seen(recording["layers.1.self_attn"], expected[1], hidden)
+
+
+def test_recordings_that_end_in_another_order_leave_nothing_behind() -> None:
+    mha, x = nn.MultiheadAttention(D, H, batch_first=True), torch.randn(B, L, D)
+    names = set(vars(mha))
+    first, second = ch.record(mha, ALL), ch.record(mha, ALL)
+    one, two = first.__enter__(), second.__enter__()
+    mha(x, x, x)
+    first.__exit__(None, None, None)
+    mha(x, x, x)
+    second.__exit__(None, None, None)
+    mha(x, x, x)
+    assert (len(one.calls(0)), len(two.calls(0))) == (1, 2)
+    assert set(vars(mha)) == names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -250,3 +251,23 @@ def test_attentions_that_were_not_recorded_say_what_they_take() -> None:
         with pytest.raises(ValueError, match=rf"Observe\(weights=True\)\. The 2 layers .* take {total:,} bytes"):
             _ = recorded(**observe).attentions
     assert recorded(entropy=True).cross_attentions == ()
+
+
+@pytest.mark.parametrize("most", [-1, 1.5, True])
+def test_find_takes_a_number_of_heads(most: Any) -> None:
+    mha = ch.MultiHeadAttention(14, 2)
+    with ch.record(mha, ch.Observe(entropy=True, weights=True)) as recording:
+        mha(torch.randn(1, 5, 14))
+    with pytest.raises(ValueError, match="at most"):
+        recording.find("focused", most)
+    assert len(recording.find("focused", 1)) == 1
+
+
+@pytest.mark.parametrize("tokens", [torch.ones(1, 5), [[1, 2, 3, 4, 5]]], ids=["tensor", "numbers"])
+def test_tokens_of_a_report_are_text(tokens: Any, tmp_path: Path) -> None:
+    mha = ch.MultiHeadAttention(14, 2)
+    with ch.record(mha, ch.Observe(weights=True)) as recording:
+        mha(torch.randn(1, 5, 14))
+    with pytest.raises(TypeError, match="tokens takes"):
+        recording.to_html(tmp_path / "report.html", tokens=tokens)
+    assert not list(tmp_path.iterdir())

@@ -87,6 +87,8 @@ def find(rows: Sequence[Row], kind: str, most: int | None) -> list[Head]:
     Raises:
         ValueError: no such kind or column, or nothing was recorded that tells.
     """
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+        raise ValueError(f"find takes the number of heads at most, or None for all, not {most!r}.")
     columns = list(dict.fromkeys(column for row in rows for column in row if column not in _NAMES))
     if kind not in KINDS and kind not in columns:
         raise ValueError(

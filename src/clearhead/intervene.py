@@ -116,7 +116,7 @@ class ScaleHeads:
         options: dict[str, Any] = {"dtype": call.query.dtype, "device": call.query.device}
         if isinstance(self.factors, Mapping):
             found = torch.ones(H, **options)
-            chosen = indices("heads", list(self.factors), H)
+            chosen = _once("heads", list(self.factors), H)
             found[chosen] = torch.tensor(list(self.factors.values()), **options)
             return found
         found = torch.as_tensor(self.factors, **options)
@@ -186,12 +186,20 @@ class Patch:
 
     def _chosen(self, call: Call) -> tuple[Tensor, Tensor]:
         _, H, L, _ = call.query.shape
-        heads, queries = indices("heads", self.heads, H), indices("queries", self.queries, L)
+        heads, queries = _once("heads", self.heads, H), _once("queries", self.queries, L)
         device = call.query.device
         return (
             torch.arange(H, device=device) if heads is None else heads.to(device),
             torch.arange(L, device=device) if queries is None else queries.to(device),
         )
+
+
+def _once(name: str, choice: Choice, size: int) -> Tensor | None:
+    """As `indices`, where what is chosen twice would have to become two things at once."""
+    chosen = indices(name, choice, size)
+    if chosen is not None and len(chosen.unique()) < len(chosen):
+        raise ShapeError(f"{name}={choice!r} names the same of {size} {name} twice: give each one once.")
+    return chosen
 
 
 Intervention = Knockout | ScaleHeads | Patch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -20,7 +20,7 @@ def choose_layers(named: dict[str, nn.Module], layers: Layers) -> set[nn.Module]
     if layers is None:
         return set(named.values())
     found: set[str] = set()
-    for layer in (layers,) if isinstance(layers, int | str | slice) else layers:
+    for layer in layers if isinstance(layers, Iterable) and not isinstance(layers, str) else (layers,):
         if isinstance(layer, slice):
             found.update(everything[layer])
         elif isinstance(layer, str):

@@ -35,9 +35,17 @@ def labels_for(labels: Labels | Sequence[str] | None, batch: int, length: int) -
     """Labels for each batch item: one list is the only item's; None = the numbers 0, 1, ..."""
     if labels is None:
         return [[str(position) for position in range(length)]] * batch
+    if not isinstance(labels, Sequence):
+        raise TypeError(f"tokens takes a list of labels for each batch item, not {type(labels).__name__}.")
     if labels and all(isinstance(label, str) for label in labels):
         return [[str(label) for label in labels]]
-    return [list(item) for item in labels]
+    rows = [list(item) for item in labels]
+    wrong = next((label for row in rows for label in row if not isinstance(label, str)), None)
+    if wrong is not None:
+        raise TypeError(
+            f"tokens takes labels as text, as tokenizer.convert_ids_to_tokens gives them, not {type(wrong).__name__}."
+        )
+    return rows
 
 
 def _panel(name: str, seen: Seen, number: int, heads: Sequence[int] | None) -> Panel:

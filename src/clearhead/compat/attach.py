@@ -90,6 +90,8 @@ def detach(model: Model) -> Model:
         >>> detach(attach(BertModel(BertConfig(vocab_size=11, **sizes)))).config._attn_implementation
         'sdpa'
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"detach takes a torch.nn.Module, not {type(model).__name__}.")
     if is_being_handled(model):
         raise ValueError(f"{type(model).__name__} is being recorded: attach and detach before or after it.")
     for config in configurations(model):

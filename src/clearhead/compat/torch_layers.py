@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -239,17 +240,28 @@ def _meaning(
     return mask, bias
 
 
+_ended: WeakSet[Callable[..., Any]] = WeakSet()  # functions that pass on: what came later may end later, too
+
+
 @contextmanager
 def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """While this lasts, the instance has a function of ours in a method's place."""
     own = vars(module)
-    before = own.get(name)
+    before, without = own.get(name), getattr(module, name)
+
+    @wraps(without)
+    def here(*args: Any, **options: Any) -> Any:
+        return (without if here in _ended else function)(*args, **options)
+
     with plain_copies(module):
-        own[name] = stand_in(function, instead_of=before)
+        own[name] = stand_in(here, instead_of=before)
         try:
             yield
         finally:
-            if own.get(name) is function:  # else someone chose another meanwhile
+            _ended.add(here)
+            if own.get(name) is here:  # else someone chose another meanwhile, or began later and is still there
+                while before is not None and before in _ended:
+                    before = before.instead_of
                 if before is None:
                     del own[name]
                 else:

@@ -36,6 +36,7 @@ def attention_layers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]
         module
         for module in inside
         if _looks_like_attention(module)
+        and not any(isinstance(part, nn.MultiheadAttention) for part in module.modules())  # has its own way
         and known.isdisjoint(module.modules())
         and not any(_looks_like_attention(part) for part in module.modules() if part is not module)
     ]
