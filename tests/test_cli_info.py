@@ -44,6 +44,12 @@ def answers(text):
     return found
 
 
+def test_the_version_is_an_option():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.split() == ["clearhead", metadata.version("clearhead")]
+
+
 def test_versions_are_those_installed():
     shown = facts(run())
     for name in ("clearhead", "torch"):

@@ -547,3 +547,9 @@ def test_compiled_in_one_graph() -> None:
         found, expected = compiled(*given, **options), truth(theirs, *given, **options)
         close(found[0], expected[0])
         close(found[1], expected[1])
+
+
+def test_what_is_no_tensor_is_refused_by_name() -> None:
+    mha = MultiheadAttention(8, 2)
+    with pytest.raises(TypeError, match=r"key must be a torch.Tensor, not NoneType"):
+        mha(torch.randn(3, 1, 8), None, None)  # type: ignore[arg-type]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version as version_of
+from typing import Annotated
+
 import typer
 
 from clearhead.cli.info import info
@@ -18,3 +21,18 @@ app = typer.Typer(
 )
 for command in (see, walk, mask, info):
     app.command()(command)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"clearhead {version_of('clearhead')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Multi-head attention you can see through."""

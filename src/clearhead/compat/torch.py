@@ -111,9 +111,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             A query that sees nothing gives the bias of ``out_proj``, and weights of zero.
 
         Raises:
+            TypeError: query, key or value that is no tensor.
             ShapeError: inputs that don't fit. A ValueError.
             MaskError: masks that don't fit. A ValueError.
         """
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}.")
         if query.is_nested or key.is_nested or value.is_nested:
             given = key_padding_mask is not None or attn_mask is not None
             return self._forward_nested(query, key, value, need_weights, average_attn_weights, is_causal, given)
