@@ -120,15 +120,21 @@ def test_the_oracles_gradients_are_those_of_its_output(case: Case, p: float) -> 
     group = truth.query.shape[1] // truth.key.shape[1]
     products = np.einsum("bhqe,bhke->bhqk", truth.query, truth.key.repeat(group, axis=1))
     # A bias of -inf is left to `visible`: there is no difference to take.
-    bias = np.where(np.isfinite(truth.scores), truth.scores - truth.scale * products, 0.0)
-    given = {"query": truth.query, "key": truth.key, "value": truth.value, "bias": bias}
+    given = case.inputs()
+    capped = truth.scale * products
+    if given.softcap is not None:
+        capped = given.softcap * np.tanh(capped / given.softcap)
+    sinks = None if given.sinks is None else given.sinks.double().numpy()
+    bias = np.where(np.isfinite(truth.scores), truth.scores - capped, 0.0)
+    arrays = {"query": truth.query, "key": truth.key, "value": truth.value, "bias": bias}
 
     def total(query: np.ndarray, key: np.ndarray, value: np.ndarray, bias: np.ndarray) -> float:
-        moved = oracle.attend(query, key, value, lambda *at: bool(truth.visible[at]), bias, truth.scale)
+        sees = lambda *at: bool(truth.visible[at])  # noqa: E731
+        moved = oracle.attend(query, key, value, sees, bias, truth.scale, given.softcap, sinks)
         return float((moved.dropped(kept, p).output * by_output).sum())
 
-    for name, array in given.items():
+    for name, array in arrays.items():
         away = rng.standard_normal(array.shape)
-        ahead, behind = (total(**given | {name: array + sign * step * away}) for sign in (1, -1))
+        ahead, behind = (total(**arrays | {name: array + sign * step * away}) for sign in (1, -1))
         slope = float((gradients[name] * away).sum())
         assert (ahead - behind) / (2 * step) == pytest.approx(slope, rel=1e-5, abs=1e-6), name

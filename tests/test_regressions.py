@@ -265,7 +265,7 @@ def test_pictures_refuse_a_choice_of_heads_or_queries(tmp_path: Any) -> None:
         with pytest.raises(ValueError, match="plot shows whole maps, but At"):
             seen.plot()
     mha = ch.MultiHeadAttention(8, 2)
-    with ch.record(mha, ch.Observe(weights=ch.At(heads=[1]))) as recording:
+    with ch.record(mha, ch.Observe(weights=ch.At(queries=[1]))) as recording:
         mha(torch.randn(1, 3, 8))
     with pytest.raises(ValueError, match="has nothing to draw"):
         recording.to_html(tmp_path / "page.html")

@@ -52,6 +52,12 @@ def test_five_heads_of_width_200_every_intermediate() -> None:
         "max_weight": (B, H, L),
         "distance": (B, H, L),
         "received": (B, H, L),
+        "max_score": (B, H, L),
+        "received_mean": (B, H, L),
+        "value_weighted": (B, H, L),
+        "contribution": (B, H, L),
+        "rest": (B, H, L),
+        "agreement": (B, H, H),
     }
     assert output.shape == (B, L, D)
 

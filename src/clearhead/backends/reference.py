@@ -33,17 +33,19 @@ class Reference(Backend):
         key = key.repeat_interleave(request.group, dim=1)
         value = value.repeat_interleave(request.group, dim=1)
 
-        scores = request.scale * (query @ key.transpose(-2, -1))
-        if request.softcap is not None:
-            scores = request.softcap * torch.tanh(scores / request.softcap)
         visible = torch.ones(B, H, L, S, dtype=torch.bool, device=query.device)
         if request.mask is not None:
             visible = visible & request.mask.dense(L, S).to(query.device)
-        if request.attn_bias is not None:
-            bias = request.attn_bias.to(scores.dtype)
-            scores = scores + bias
+        bias = None if request.attn_bias is None else request.attn_bias.to(query.dtype)
+        if bias is not None:
             visible = visible & (bias != -torch.inf)
 
+        scores = request.scale * (query @ key.transpose(-2, -1))
+        if request.softcap is not None:
+            # Hidden scores that overflow have no slope: 0 x NaN would be their gradient.
+            scores = request.softcap * torch.tanh(scores.masked_fill(~visible, 0.0) / request.softcap)
+        if bias is not None:
+            scores = scores + bias
         scores = scores.masked_fill(~visible, -torch.inf)
         if request.sinks is not None:
             sinks = request.sinks.to(scores.dtype)[:, None, None].expand(B, H, L, 1)
