@@ -50,7 +50,10 @@ class Knockout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
-            raise TypeError(f"Knockout takes a mask, as in Knockout(Causal()), not {type(self.mask).__name__}.")
+            raise TypeError(
+                f"Knockout takes a mask, as in Knockout(Causal()) or, of a bool tensor, Knockout(Allowed(tensor, "
+                f"axes='qk')), not {type(self.mask).__name__}."
+            )
         object.__setattr__(self, "heads", At(heads=self.heads).heads)
 
     def before(self, call: Call) -> Call:
@@ -213,8 +216,7 @@ def intervene(
 
     Edges are cut first; then heads are scaled and rows patched, in the order given. A layer whose edges are cut
     computes its attention by clearhead's kernels, with all else as the model has it. `record` inside or outside of it
-    sees the weights without the cut edges; scaled heads and patched rows show in its ``context`` not at all, for they
-    come after.
+    sees the weights without the cut edges; it sees nothing of scaled heads and patched rows, for they come after.
 
     Args:
         model: as for `record`: transformers models, and modules built on clearhead's; of torch's own layers those

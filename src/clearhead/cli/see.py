@@ -44,7 +44,10 @@ def see(
     ] = None,
     stat: Annotated[
         str | None,
-        typer.Option(help="Only these numbers, of every head: entropy,sink,previous,induction,offset.2 and so on."),
+        typer.Option(
+            help="Only these numbers, of every head, as means over all queries: entropy,sink,previous,induction,"
+            "offset.2 and so on. In words, duplicate and induction are means over tokens that occurred before."
+        ),
     ] = None,
     layer: Annotated[str | None, typer.Option(help="Only these layers: numbers, or how names begin: 0,3.")] = None,
     head: Annotated[str | None, typer.Option(help="Only these heads of each layer: 1,7.")] = None,

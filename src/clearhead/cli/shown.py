@@ -42,7 +42,10 @@ def print_parts(terminal: Console, parts: Sequence[Part], name: str, wanted: Wan
 
 
 def as_json(parts: Sequence[Part], name: str) -> str:
-    """Rows of all chosen heads, and for each kind the best of them; NaN is null."""
+    """Rows of all chosen heads, and for each kind the best of them; NaN is null.
+
+    The rows are means over all queries; what is found is scored as in the words beside it.
+    """
     return json.dumps(
         {
             "model": name,
@@ -56,7 +59,7 @@ def as_json(parts: Sequence[Part], name: str) -> str:
                     "found": {
                         kind: [_plain(head._asdict()) for head in found]
                         for kind in KINDS
-                        if (found := part.find(kind)[:10])
+                        if (found := heads.ranked(part, kind)[:10])
                     },
                     "in_words": heads.in_words(part),
                 }

@@ -110,7 +110,10 @@ def render(
     for panel, shape in zip(panels, shapes, strict=True):
         first, this = (sizes[:1] + sizes[2:last] for sizes in (shapes[0], shape))
         if this != first:
-            raise ValueError(f"All panels share {shared}: {panels[0].name!r} has {first}, {panel.name!r} has {this}.")
+            raise ValueError(
+                f"All panels share {shared}: {panels[0].name!r} has {first}, {panel.name!r} has {this}. "
+                f"Record layers of one kind, as in record(..., layers='encoder')."
+            )
     batch, _, queries, cells, top = shapes[0]
     _check_labels("tokens", tokens, batch, queries)
     what, key_labels = ("tokens", tokens) if key_tokens is None else ("key_tokens", key_tokens)
