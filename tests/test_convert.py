@@ -6,7 +6,6 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.compat import MultiheadAttention
 from clearhead.compat.torch import ROWS, TransformerEncoderLayer
+from test_compat_torch import by_formula
 
 B, L, S, D, H = 2, 5, 7, 12, 4  # an even number of heads: with an odd one torch leaves its fast path
 DOUBLE = torch.float64
@@ -25,17 +25,6 @@ in_torch = pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + sum(shape) + len(shape))
     return torch.randn(shape, generator=generator, dtype=DOUBLE)
-
-
-@contextmanager
-def by_formula() -> Iterator[None]:
-    """Torch without its fast path."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def close(found: Tensor, expected: Tensor, error: float = 1e-12) -> None:
