@@ -16,19 +16,25 @@ struct BackwardRoom {
   float *dquery, *P, *dS, *grid, *grid_rows, *keys, *values;
   float *lse, *lse_rest, *delta;
   float *slopes; // of the capped scores
-  bool pairs; // products go by pairs: of features, of rows, of keys
-  float *query_pairs, *context_pairs, *query_row_pairs, *context_row_pairs, *P_words, *dS_words, *dS_pairs;
+  int pieces; // of the products' numbers
+  Right query_right, context_right, query_rows_right, context_rows_right, dS_right;
+  Tiles Q, dC, Q_rows, dC_rows;
+  Left weights_left;
+  Keys key_tiles, value_tiles;
   Turned turned_keys;
 
-  BackwardRoom(const Problem &p, Arena &a) {
+  BackwardRoom(const Problem &p, Arena &a)
+      : pieces(backward_pieces_of(p)), query_right(a, pieces, p.E, ROWS), context_right(a, pieces, p.Ev, ROWS), query_rows_right(a, pieces, ROWS, p.E),
+        context_rows_right(a, pieces, ROWS, p.Ev), dS_right(a, pieces, BACKWARD_KEYS, ROWS), weights_left(a, pieces, BACKWARD_KEYS, ROWS),
+        key_tiles(p, a, pieces, p.E), value_tiles(p, a, pieces, p.Ev), turned_keys(p, a, pieces, p.E) {
     const int64_t n = min(BACKWARD_KEYS, max(p.S, 1));
     query_rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
     context_rows = a.take(ROWS * padded(p.Ev));
     context = a.take(ROWS * padded(p.Ev));
     dquery = a.take(ROWS * padded(p.E));
-    P = a.take(n * ROWS);
-    dS = a.take(n * ROWS);
+    P = a.take(padded(n) * ROWS);
+    dS = a.take(padded(n) * ROWS);
     grid = a.take(has_grid(p) ? n * ROWS : 0);
     grid_rows = a.take(has_grid(p) ? n * ROWS : 0);
     keys = a.take(n * padded(p.E));
@@ -37,31 +43,21 @@ struct BackwardRoom {
     lse_rest = a.take(ROWS);
     delta = a.take(ROWS);
     slopes = a.take(p.softcap > 0 ? n * ROWS : 0);
-    pairs = by_pairs(p);
-    if (!pairs) return;
-    query_pairs = a.take(ROWS * padded(p.E) / 2);
-    context_pairs = a.take(ROWS * padded(p.Ev) / 2);
-    query_row_pairs = a.take(ROWS * padded(p.E) / 2);
-    context_row_pairs = a.take(ROWS * padded(p.Ev) / 2);
-    P_words = a.take(n * ROWS / 2);
-    dS_words = a.take(n * ROWS / 2);
-    dS_pairs = a.take(BACKWARD_KEYS * ROWS / 2);
-    turned_keys.words = a.take(Turned::size(p, p.E));
   }
 };
 
 // The block's query rows, the gradient of their context, and the sum of each row's dC * C.
-static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
+static void read_block(const Problem &p, Block &k, BackwardRoom &w) {
   for (int64_t r = 0; r < k.count; r++) k.dead[r] = k.dead[r] || p.seen.lse[2 * k.row(p, r)] == -INF;
-  read_rows(p, k, p.query, p.E, w.pairs ? 1 : p.scale, w.query_rows, padded(p.E), w.query);
+  read_rows(p, k, p.query, p.E, w.pieces == 1 ? 1 : p.scale, w.query_rows, padded(p.E), w.query);
   read_rows(p, k, p.gradient.context, p.Ev, 1, w.context_rows, padded(p.Ev), w.context);
   Scan::rows(p, w.query_rows, padded(p.E), k.count, padded(p.E));
   Scan::rows(p, w.context_rows, padded(p.Ev), k.count, padded(p.Ev));
-  if (w.pairs) {
-    pairs_of(w.query, p.E, k.width, w.query_pairs);
-    pairs_of(w.context, p.Ev, k.width, w.context_pairs);
-    pairs_of(w.query_rows, k.width, padded(p.E), w.query_row_pairs);
-    pairs_of(w.context_rows, k.width, padded(p.Ev), w.context_row_pairs);
+  if (w.pieces) {
+    w.Q = w.query_right.of(w.query, p.E, k.width);
+    w.dC = w.context_right.of(w.context, p.Ev, k.width);
+    w.Q_rows = w.query_rows_right.of(w.query_rows, k.width, padded(p.E));
+    w.dC_rows = w.context_rows_right.of(w.context_rows, k.width, padded(p.Ev));
   }
   for (int64_t r = 0; r < k.width; r++) {
     w.lse[r] = INF; // of a dead row all weights are 0
@@ -75,11 +71,12 @@ static void read_block(const Problem &p, Block &k, const BackwardRoom &w) {
 }
 
 // P = scores and dS = the gradient of the weights, before masks and dropout.
-static void products(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
-  if (w.pairs) {
-    by_words(k, p.key, from, n, p.E, w.query_pairs, w.P);
-    by_words(k, p.value, from, n, p.Ev, w.context_pairs, w.dS);
-    for (int64_t i = 0; i < n * k.width; i += LANES) store(w.P + i, load(w.P + i) * splat(p.scale));
+static void products(const Problem &p, const Block &k, BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
+  if (w.pieces) {
+    matmul_tiles(w.pieces, n, k.width, steps_of(p.E), w.key_tiles.of(p, k, p.key, from, from + n), w.Q, w.P, k.width, false);
+    matmul_tiles(w.pieces, n, k.width, steps_of(p.Ev), w.value_tiles.of(p, k, p.value, from, from + n), w.dC, w.dS, k.width, false);
+    if (w.pieces == 1)
+      for (int64_t i = 0; i < n * k.width; i += LANES) store(w.P + i, load(w.P + i) * splat(p.scale));
     return;
   }
   matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, w.query, k.width, w.P, k.width, false);
@@ -88,7 +85,7 @@ static void products(const Problem &p, const Block &k, const BackwardRoom &w, Ma
 }
 
 // P = the kept weights and dS = the gradient of the scores, capped ones, [key][row]; false: all hidden.
-static bool gradients_of_scores(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
+static bool gradients_of_scores(const Problem &p, const Block &k, BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
   const int64_t width = k.width;
   if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
   products(p, k, w, K, from, n);
@@ -123,7 +120,7 @@ static size_t backward_partial(const Problem *p) { return p->S * (padded(p->E) +
 
 static void write_key(const Problem &p, int64_t head, int64_t j, const float *sums) {
   const int64_t b = head / p.Hkv, kv = head % p.Hkv;
-  const float factor = by_pairs(p) ? p.scale : 1; // else the query was read times scale
+  const float factor = backward_pieces_of(p) ? p.scale : 1; // else the query was read times scale
   write_row(p.gradient.key, p.dtype, at(p.gradient.key, b, kv, j), p.E, factor, sums);
   write_row(p.gradient.value, p.dtype, at(p.gradient.value, b, kv, j), p.Ev, 1, sums + padded(p.E));
 }
@@ -136,18 +133,13 @@ static void add_gradients(const Problem &p, const Block &k, const BackwardRoom &
   matmul<true>(k.count, wide / LANES, n, w.dS, k.width, K.data, K.stride, w.dquery, wide, true);
 }
 
-// The same by pairs of rows and of keys; dquery is turned.
-static void add_gradients_by_pairs(const Problem &p, const Block &k, BackwardRoom &w, int64_t from, int64_t n, float *sums) {
-  const int64_t wide = padded(p.E), tall = padded(p.Ev), stride = wide + tall, half = k.width / 2;
-  words_of(w.P, n, k.width, w.P_words);
-  words_of(w.dS, n, k.width, w.dS_words);
-  matmul_pairs(n, tall, half, w.P_words, half, w.context_row_pairs, tall, sums + wide, stride, true);
-  matmul_pairs(n, wide, half, w.dS_words, half, w.query_row_pairs, wide, sums, stride, true);
-  const int64_t words = (n + 31) / 32 * 16;
-  pairs_of(w.dS, n, k.width, w.dS_pairs);
-  for (int64_t i = (n + 1) / 2 * k.width; i < words * k.width; i++) w.dS_pairs[i] = 0;
-  w.turned_keys.need(p, k, p.key, p.E, from, from + n);
-  matmul_pairs(p.E, k.width, words, w.turned_keys.words + from / 2, w.turned_keys.stride, w.dS_pairs, k.width, w.dquery, k.width, true);
+// The same in tiles; dquery is turned.
+static void add_gradients_by_tiles(const Problem &p, const Block &k, BackwardRoom &w, int64_t from, int64_t n, float *sums) {
+  const int64_t wide = padded(p.E), tall = padded(p.Ev), stride = wide + tall, rows = steps_of(k.width);
+  matmul_tiles(w.pieces, n, tall, rows, w.weights_left.of(w.P, n, k.width), w.dC_rows, sums + wide, stride, true);
+  matmul_tiles(w.pieces, n, wide, rows, w.weights_left.of(w.dS, n, k.width), w.Q_rows, sums, stride, true);
+  const Tiles K = w.turned_keys.of(p, k, p.key, from, from + n);
+  matmul_tiles(w.pieces, wide, k.width, steps_of(n), K, w.dS_right.of(w.dS, n, k.width), w.dquery, k.width, true);
 }
 
 static void backward(const Problem *problem, float *scratch, int64_t task) {
@@ -158,7 +150,7 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
   BackwardRoom w(p, a);
   float *sums = p.splits == 1 ? a.take(p.S * stride) : p.partial + (head * p.splits + split) * p.S * stride; // dK, dV
   memset(sums, 0, p.S * stride * 4);
-  if (w.pairs) begin_pairs(), w.turned_keys.begin(p, w.turned_keys.words, p.E);
+  if (w.pieces) begin_tiles(), w.key_tiles.begin(), w.value_tiles.begin(), w.turned_keys.begin();
   Scan scan;
   Block k;
   for (int64_t block = split * p.blocks / p.splits; block < (split + 1) * p.blocks / p.splits; block++) {
@@ -170,15 +162,15 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
     for (int64_t j = k.from; j < k.to; j += BACKWARD_KEYS) {
       const int64_t n = min(BACKWARD_KEYS, k.to - j);
       Matrix K{};
-      if (!w.pairs) K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, j), n, p.E, LANES, w.keys);
+      if (!w.pieces) K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, j), n, p.E, LANES, w.keys);
       if (!gradients_of_scores(p, k, w, K, j, n)) continue;
       if (p.softcap > 0)
         for (int64_t i = 0; i < n * k.width; i += LANES) store(w.dS + i, load(w.dS + i) * load(w.slopes + i));
-      if (w.pairs) add_gradients_by_pairs(p, k, w, j, n, sums + j * stride);
+      if (w.pieces) add_gradients_by_tiles(p, k, w, j, n, sums + j * stride);
       else add_gradients(p, k, w, K, n, sums + j * stride);
     }
     const float *dquery = w.dquery;
-    if (w.pairs) {
+    if (w.pieces) {
       transpose(w.dquery, k.width, p.E, k.width, w.query, wide, wide);
       dquery = w.query;
     }
@@ -187,7 +179,7 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
       write_row(p.gradient.query, p.dtype, at(p.gradient.query, k.b, k.head[r], k.query[r]), p.E, p.scale, dquery + r * wide);
     }
   }
-  if (w.pairs) end_pairs();
+  if (w.pieces) end_tiles();
   if (p.splits == 1)
     for (int64_t j = 0; j < p.S; j++) write_key(p, head, j, sums + j * stride);
 }
@@ -214,10 +206,11 @@ static void bias_backward(const Problem *problem, float *scratch, int64_t task) 
   const int64_t group = p.H / p.Hkv, part = task % tasks, own_head = task / tasks % own_heads, own_batch = task / tasks / own_heads;
   Arena a{scratch};
   BackwardRoom w(p, a);
-  if (w.pairs) begin_pairs();
+  if (w.pieces) begin_tiles();
   Block k;
   for (int64_t b = to.batch ? own_batch : 0; b < (to.batch ? own_batch + 1 : p.B); b++)
-    for (int64_t h = to.head ? own_head : 0; h < (to.head ? own_head + 1 : p.H); h++)
+    for (int64_t h = to.head ? own_head : 0; h < (to.head ? own_head + 1 : p.H); h++) {
+      if (w.pieces) w.key_tiles.begin(), w.value_tiles.begin();
       for (int64_t block = to.query ? part : 0; block < (to.query ? part + 1 : blocks); block++) {
         begin(p, k, b * p.Hkv + h / group, h % group * p.L + block * ROWS, min(ROWS, p.L - block * ROWS));
         read_block(p, k, w);
@@ -232,7 +225,8 @@ static void bias_backward(const Problem *problem, float *scratch, int64_t task) 
           }
         }
       }
-  if (w.pairs) end_pairs();
+    }
+  if (w.pieces) end_tiles();
 }
 
 } // namespace

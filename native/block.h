@@ -8,6 +8,29 @@
 
 namespace {
 
+// Hands out parts of a task's scratch; without a base it only counts.
+struct Arena {
+  float *base;
+  int64_t used = 0;
+  float *take(int64_t n) {
+    float *part = base ? base + used : nullptr;
+    used += (n + 15) / 16 * 16;
+    return part;
+  }
+};
+
+// Pieces of bfloat16 that the numbers of a forward pass are multiplied as (pairs.h); 0: they are multiplied as floats.
+// Taking numbers apart pays from some queries, keys and features on, by measurement.
+INLINE int pieces_of(const Problem &p) {
+  const int64_t rows = p.H / p.Hkv * p.L;
+  if (p.key_splits != 1 || rows < 32 || p.E < 1 || p.Ev < 1) return 0;
+  if (p.dtype == Dtype::bf16) return min(MOST_PIECES, 1);
+  return MOST_PIECES == 3 && rows >= 256 && p.S >= 256 && p.E >= 24 && p.Ev >= 24 ? 3 : 0;
+}
+
+// Of a backward pass: taking weights and their gradients apart, both ways, costs what the products gain.
+INLINE int backward_pieces_of(const Problem &p) { return min(pieces_of(p), 1) * (p.dtype == Dtype::bf16); }
+
 struct Block {
   int64_t b, kv;                  // batch item, key/value head
   int64_t first, count, width;    // rows [first, first + count), padded to a multiple of the vector
@@ -79,9 +102,7 @@ static void begin(const Problem &p, Block &k, int64_t task_head, int64_t first, 
     k.low[r] = k.dead[r] ? 0 : low;
     k.high[r] = k.dead[r] ? p.S : high;
   }
-  // Keys may be read two at a time; what a row doesn't see of them is hidden.
-  k.from -= k.from % 2;
-  k.to = min(p.S, k.to + k.to % 2);
+  if (pieces_of(p)) k.from -= k.from % 32; // what a row doesn't see of them is hidden
 }
 
 // The block'th of a key/value head.

@@ -5,9 +5,10 @@
 
 namespace {
 
-// P becomes e^(P - top), for N vectors of rows; sums go on, alpha is what earlier sums were multiplied by.
-template <int N, bool SURPRISE, bool FAR>
-static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float shift, float *P, const Sums &s, float *alpha) {
+// P becomes e^(P - top), for N vectors of rows; sums go on, alpha is what earlier sums were multiplied by. With PIECES
+// it goes into the right factor `to` as well.
+template <int N, bool SURPRISE, bool FAR, int PIECES>
+static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float shift, float *P, const Sums &s, float *alpha, Tiles to) {
   const int64_t width = k.width;
   vec top[N], old[N], sum[N], surprise[N], far[N], place[N];
   UNROLL for (int c = 0; c < N; c++) {
@@ -21,18 +22,26 @@ static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float 
     store(s.top + row + c * LANES, top[c]);
     top[c] = top[c] == splat(-INF) ? splat(0) : top[c]; // nothing seen yet: e^(-inf - 0) = 0
   }
-  for (int64_t j = 0; j < n; j++)
-    UNROLL for (int c = 0; c < N; c++) {
-      float *at = P + j * width + c * LANES;
-      vec x = load(at) - top[c], weight = exp(x);
-      store(at, weight);
-      sum[c] += weight;
-      if (SURPRISE) surprise[c] += weight * vmax(x, splat(-88.f)); // 0 * -inf is NaN
-      if (FAR) {
-        vec apart = place[c] - splat((float)j);
-        far[c] += weight * vmax(apart, -apart);
-      }
+  auto weigh = [&](int64_t j, int c) __attribute__((always_inline)) {
+    float *at = P + j * width + c * LANES;
+    vec x = load(at) - top[c], weight = exp(x);
+    store(at, weight);
+    sum[c] += weight;
+    if (SURPRISE) surprise[c] += weight * vmax(x, splat(-88.f)); // 0 * -inf is NaN
+    if (FAR) {
+      vec apart = place[c] - splat((float)j);
+      far[c] += weight * vmax(apart, -apart);
     }
+    return weight;
+  };
+  if constexpr (PIECES) {
+    for (int64_t j = 0; j < steps_of(n) * 32; j += 2)
+      UNROLL for (int c = 0; c < N; c++) {
+        const vec even = j < n ? weigh(j, c) : splat(0), odd = j + 1 < n ? weigh(j + 1, c) : splat(0);
+        weave<PIECES>(even, odd, j, to.at(row / 16 + c, j / 32));
+      }
+  } else
+    for (int64_t j = 0; j < n; j++) UNROLL for (int c = 0; c < N; c++) weigh(j, c);
   UNROLL for (int c = 0; c < N; c++) {
     const int64_t r = row + c * LANES;
     vec fall = old[c] - top[c], factor = exp(fall), before = load(s.sum + r);
@@ -46,22 +55,37 @@ static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float 
   }
 }
 
-template <bool SURPRISE, bool FAR>
-static void softmax_rows(const Problem &p, const Block &k, int64_t from, int64_t n, float *P, const Sums &s, float *alpha) {
+template <bool SURPRISE, bool FAR, int PIECES>
+static void softmax_rows(const Problem &p, const Block &k, int64_t from, int64_t n, float *P, const Sums &s, float *alpha, Tiles to) {
   const float shift = (float)(p.S - p.L);
   int64_t r = 0;
-  for (; r + 4 * LANES <= k.width; r += 4 * LANES) softmax<4, SURPRISE, FAR>(k, r, from, n, shift, P + r, s, alpha);
-  for (; r < k.width; r += LANES) softmax<1, SURPRISE, FAR>(k, r, from, n, shift, P + r, s, alpha);
+  for (; r + 4 * LANES <= k.width; r += 4 * LANES) softmax<4, SURPRISE, FAR, PIECES>(k, r, from, n, shift, P + r, s, alpha, to);
+  for (; r < k.width; r += LANES) softmax<1, SURPRISE, FAR, PIECES>(k, r, from, n, shift, P + r, s, alpha, to);
 }
 
-static const float *drop(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, float *kept_weights) {
-  if (!p.dropout.on) return P;
+template <int PIECES>
+static void softmax_rows(const Problem &p, const Block &k, int64_t from, int64_t n, float *P, const Sums &s, float *alpha, Tiles to) {
+  if (p.seen.entropy && p.seen.distance) softmax_rows<true, true, PIECES>(p, k, from, n, P, s, alpha, to);
+  else if (p.seen.entropy) softmax_rows<true, false, PIECES>(p, k, from, n, P, s, alpha, to);
+  else if (p.seen.distance) softmax_rows<false, true, PIECES>(p, k, from, n, P, s, alpha, to);
+  else softmax_rows<false, false, PIECES>(p, k, from, n, P, s, alpha, to);
+}
+
+static void softmax_rows(const Problem &p, const Block &k, Room &w, int64_t from, int64_t n, float *P, const Sums &s) {
+  const int pieces = p.context.data && !p.dropout.on ? w.pieces : 0;
+  if constexpr (MOST_PIECES >= 3)
+    if (pieces == 3) return softmax_rows<3>(p, k, from, n, P, s, w.alpha, w.P_right.tiles());
+  if constexpr (MOST_PIECES >= 1)
+    if (pieces == 1) return softmax_rows<1>(p, k, from, n, P, s, w.alpha, w.P_right.tiles());
+  softmax_rows<0>(p, k, from, n, P, s, w.alpha, {});
+}
+
+static void drop(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, float *kept_weights) {
   for (int64_t j = 0; j < n; j++)
     for (int64_t r = 0; r < k.width; r += LANES) {
       vec weight = load(P + j * k.width + r) * splat(p.dropout.factor);
       store(kept_weights + j * k.width + r, kept(p, k, from + j, r) ? weight : splat(0));
     }
-  return kept_weights;
 }
 
 // context = alpha context + weights^T V
@@ -77,20 +101,11 @@ static void add_context(const Problem &p, const Block &k, const Room &w, const S
   matmul<true>(k.count, vectors, n, weights, k.width, V.data, V.stride, s.context, vectors * LANES, !s.fresh);
 }
 
-// The same turned: context^T = alpha context^T + V^T weights, with V^T in words of two keys.
-static void add_context_by_pairs(const Problem &p, const Block &k, Room &w, const Sums &s, int64_t from, int64_t n, const float *weights) {
-  if (!s.fresh)
-    for (int64_t e = 0; e < p.Ev; e++)
-      for (int64_t r = 0; r < k.width; r += LANES) {
-        float *c = s.context + e * k.width + r;
-        store(c, load(c) * load(w.alpha + r));
-      }
-  const int64_t words = (n + 31) / 32 * 16;
-  pairs_of(weights, n, k.width, w.P_pairs);
-  for (int64_t i = (n + 1) / 2 * k.width; i < words * k.width; i++) w.P_pairs[i] = 0;
-  w.turned_values.need(p, k, p.value, p.Ev, from, from + n);
-  const float *V = w.turned_values.words + from / 2;
-  matmul_pairs(p.Ev, k.width, words, V, w.turned_values.stride, w.P_pairs, k.width, s.context, k.width, !s.fresh);
+// The same turned: context^T = alpha context^T + V^T weights, which the softmax has left in tiles.
+static void add_context_by_tiles(const Problem &p, const Block &k, Room &w, const Sums &s, int64_t from, int64_t n) {
+  if (p.dropout.on) w.P_right.of(w.kept, n, k.width);
+  const Tiles V = w.turned_values.of(p, k, p.value, from, from + n);
+  matmul_tiles(w.pieces, padded(p.Ev), k.width, steps_of(n), V, w.P_right.tiles(), s.context, k.width, !s.fresh, w.alpha);
 }
 
 // Keys [from, to) into the block's sums. With `strip` the weights stay in P, block after block.
@@ -108,15 +123,13 @@ static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t f
     }
     if (p.seen.top) keep_best(p, k, j, n, P, s);
     if (p.seen.offsets) keep_offsets(p, k, j, n, P, s);
-    if (p.seen.entropy && p.seen.distance) softmax_rows<true, true>(p, k, j, n, P, s, w.alpha);
-    else if (p.seen.entropy) softmax_rows<true, false>(p, k, j, n, P, s, w.alpha);
-    else if (p.seen.distance) softmax_rows<false, true>(p, k, j, n, P, s, w.alpha);
-    else softmax_rows<false, false>(p, k, j, n, P, s, w.alpha);
+    softmax_rows(p, k, w, j, n, P, s);
     if (strip) memcpy(w.tops + step * ROWS, s.top, ROWS * 4);
     if (p.seen.groups) add_mass(p, k, j, n, P, s, w.alpha);
     if (!p.context.data) continue; // statistics alone
-    const float *weights = drop(p, k, j, n, P, w.kept);
-    if (w.pairs) add_context_by_pairs(p, k, w, s, j, n, weights);
+    if (p.dropout.on) drop(p, k, j, n, P, w.kept);
+    const float *weights = p.dropout.on ? w.kept : P;
+    if (w.pieces) add_context_by_tiles(p, k, w, s, j, n);
     else add_context(p, k, w, s, j, n, weights);
     s.fresh = false;
   }
@@ -219,7 +232,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     return;
   }
   Sums s(p, a);
-  if (w.pairs) begin_pairs(), w.turned_values.begin(p, w.turned_values.words, p.Ev);
+  if (w.pieces) begin_tiles(), w.key_tiles.begin(), w.turned_values.begin();
   const int64_t head = task / p.splits, split = p.splits - 1 - task % p.splits, group = p.H / p.Hkv; // causal: long ones first
   float *received = nullptr;
   if (p.seen.received) {
@@ -234,7 +247,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     if (hopeless(p)) break;
     const bool strip = received && k.to - k.from <= STRIP;
     gather(p, k, w, s, k.from, k.to, strip);
-    if (w.pairs && p.context.data) { // the rows' contexts, no longer turned, in the room of the values
+    if (w.pieces && p.context.data) { // the rows' contexts, no longer turned, in the room of the values
       Sums rows = s;
       rows.context = w.values;
       transpose(s.context, k.width, p.Ev, k.width, rows.context, padded(p.Ev), padded(p.Ev));
@@ -243,7 +256,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
       finish(p, k, s, w.inverse);
     if (received) received_of(p, k, w, s, strip, received);
   }
-  if (w.pairs) end_pairs();
+  if (w.pieces) end_tiles();
 }
 
 // The runs of keys of one head put together.

@@ -1,63 +1,120 @@
-// Products of bfloat16 with sums in float32, where the processor has instructions for them.
+// Products by the instructions that multiply pairs of bfloat16 and sum in float32, where the processor has them.
 //
-// They multiply pairs: a 32-bit word holds two neighbours along the summed axis. "Words" of a matrix are its rows
-// read two numbers at a time; "pairs" of it are [rows / 2][columns] with two rows woven together.
+// A 32-bit word holds two neighbours along the summed axis. A tile is 16 x 16 words: of the left factor 16 rows by 32
+// of the summed axis, of the right one 32 of the summed axis (two a row, woven) by 16 columns.
+//
+// bfloat16 goes in as it is. A float32 goes in as three pieces: it has 24 bits and a bfloat16 8, so x = x0 + x1 + x2
+// without a rest. Of the nine products of the pieces of x and y the six largest are summed; those left out are below
+// 2^-22 |x y|, about 2^-25 of it, and of either sign (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial
+// Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376). A tile's product takes a 16th of the
+// time that vectors need, so six of them less than half, and round like float32.
 #pragma once
 #include "block.h"
 #include "matmul.h"
 
 namespace {
 
-#if defined(__AVX512BF16__)
-constexpr bool HAS_PAIRS = true;
+constexpr int64_t TILE = 256; // words
 
-INLINE __m512i weave(__m256i even, __m256i odd) {
-  return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+INLINE int64_t steps_of(int64_t n) { return (n + 31) / 32; } // tiles along n of the summed axis
+
+// A matrix in tiles, its pieces side by side: those of tile i across and k along the summed axis begin at (i, k).
+struct Tiles {
+  float *data;
+  int64_t across, along;
+
+  float *at(int64_t i, int64_t k) const { return data + i * across + k * along; }
+};
+
+#if MOST_PIECES
+
+INLINE uvec bits(vec x) { return (uvec)x; }
+INLINE vec upper(uvec x) { return (vec)(x & 0xffff0000u); }
+
+// Pieces of x in the upper halves of words; in the lower ones anything. Rounded to nearest but for the first of three,
+// which is cut: rounding the largest float32 would give infinity.
+template <int PIECES> INLINE void split(vec x, uvec *piece) {
+  if constexpr (PIECES == 1) {
+    piece[0] = bits(x) + 0x8000u;
+  } else {
+    piece[0] = bits(x);
+    const vec rest = x - upper(piece[0]);
+    piece[1] = bits(rest) + 0x8000u;
+    piece[2] = bits(rest - upper(piece[1]));
+  }
 }
-INLINE __m256i halves(const float *x) { return (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x)); }
 
-// pairs[ceil(rows / 2)][width] of floats [rows][width]
-static void pairs_of(const float *x, int64_t rows, int64_t width, float *pairs) {
-  for (int64_t r = 0; r < rows; r += 2, x += 2 * width, pairs += width)
+// 16 columns of rows r and r + 1 into the right factor's tile `to`.
+template <int PIECES> INLINE void weave(vec even, vec odd, int64_t r, float *to) {
+  uvec x[PIECES], y[PIECES];
+  split<PIECES>(even, x);
+  split<PIECES>(odd, y);
+  UNROLL for (int p = 0; p < PIECES; p++) store(to + p * TILE + r % 32 / 2 * 16, (vec)((x[p] >> 16) | (y[p] & 0xffff0000u)));
+}
+
+// Floats [rows][width] as a right factor, with 0 up to the end of a tile.
+template <int PIECES> static void right_factor(const float *x, int64_t rows, int64_t width, Tiles to) {
+  for (int64_t r = 0; r < steps_of(rows) * 32; r += 2)
     for (int64_t i = 0; i < width; i += 16)
-      _mm512_storeu_si512(pairs + i, weave(halves(x + i), r + 1 < rows ? halves(x + width + i) : _mm256_setzero_si256()));
+      weave<PIECES>(r < rows ? load(x + r * width + i) : splat(0), r + 1 < rows ? load(x + (r + 1) * width + i) : splat(0), r,
+                    to.at(i / 16, r / 32));
 }
 
-// words[rows][width / 2] of floats [rows][width]
-static void words_of(const float *x, int64_t rows, int64_t width, float *words) {
-  for (int64_t i = 0; i < rows * width; i += 16) _mm256_storeu_si256((__m256i *)(words + i / 2), halves(x + i));
+// Row r of a left factor: `width` floats at x, a multiple of 16, with 0 up to the end of a tile.
+template <int PIECES> static void left_row(const float *x, int64_t width, int64_t r, Tiles to) {
+  for (int64_t i = 0; i < steps_of(width) * 32; i += 16) {
+    uvec piece[PIECES];
+    split<PIECES>(i < width ? load(x + i) : splat(0), piece);
+    UNROLL for (int p = 0; p < PIECES; p++)
+      _mm256_storeu_si256((__m256i *)(to.at(r / 16, i / 32) + p * TILE + r % 16 * 16 + i % 32 / 2),
+                          _mm512_cvtepi32_epi16((__m512i)(piece[p] >> 16)));
+  }
 }
 
-#if defined(__AMX_BF16__)
-// 16 x 16 words a tile; two by two tiles of C at a time.
-template <int M, int N>
-INLINE void tiles(int64_t K, const float *A, int64_t a_stride, const float *B, int64_t b_stride, float *C, int64_t c_stride, bool add) {
-// Tile t of C at (i, j) is the product of tiles a and b; the compiler wants their numbers as they are.
+#if MOST_PIECES == 3
+// C[M * 16][N * 16] = A B
+template <int PIECES, int M, int N> INLINE void multiply(int64_t steps, Tiles A, Tiles B, float *C, int64_t c_stride) {
+// Tile t of C is the product of tiles a and b; the compiler wants their numbers as they are.
 #define EACH(DO)                                 \
   DO(0, 0, 0, 4, 6)                              \
   if constexpr (N > 1) { DO(1, 0, 1, 4, 7) }     \
   if constexpr (M > 1) { DO(2, 1, 0, 5, 6) }     \
   if constexpr (M > 1 && N > 1) { DO(3, 1, 1, 5, 7) }
-#define BEGIN(t, i, j, a, b) if (add) _tile_loadd(t, C + i * 16 * c_stride + j * 16, c_stride * 4); else _tile_zero(t);
+#define BEGIN(t, i, j, a, b) _tile_zero(t);
 #define MULTIPLY(t, i, j, a, b) _tile_dpbf16ps(t, a, b);
 #define END(t, i, j, a, b) _tile_stored(t, C + i * 16 * c_stride + j * 16, c_stride * 4);
+#define LEFT(piece)                        \
+  _tile_loadd(4, a + piece * TILE, 64);    \
+  if constexpr (M > 1) _tile_loadd(5, a + A.across + piece * TILE, 64);
+#define RIGHT(piece)                       \
+  _tile_loadd(6, b + piece * TILE, 64);    \
+  if constexpr (N > 1) _tile_loadd(7, b + B.across + piece * TILE, 64);
   __asm__ volatile("" ::: "memory"); // what was written before is read by the tiles
   EACH(BEGIN)
-  for (int64_t k = 0; k < K; k += 16) {
-    _tile_loadd(4, A + k, a_stride * 4);
-    if constexpr (M > 1) _tile_loadd(5, A + 16 * a_stride + k, a_stride * 4);
-    _tile_loadd(6, B + k * b_stride, b_stride * 4);
-    if constexpr (N > 1) _tile_loadd(7, B + k * b_stride + 16, b_stride * 4);
-    EACH(MULTIPLY)
+  for (int64_t k = 0; k < steps; k++) {
+    const float *a = A.at(0, k), *b = B.at(0, k);
+    if constexpr (PIECES == 3) { // each product shares a factor with the one before it
+      LEFT(2) RIGHT(0) EACH(MULTIPLY)
+      LEFT(1) EACH(MULTIPLY)
+      RIGHT(1) EACH(MULTIPLY)
+      LEFT(0) EACH(MULTIPLY)
+      RIGHT(2) EACH(MULTIPLY)
+      RIGHT(0) EACH(MULTIPLY)
+    } else {
+      LEFT(0) RIGHT(0) EACH(MULTIPLY)
+    }
   }
   EACH(END)
+  __asm__ volatile("" ::: "memory");
 #undef EACH
 #undef BEGIN
 #undef MULTIPLY
 #undef END
+#undef LEFT
+#undef RIGHT
 }
 
-static void begin_pairs() {
+static void begin_tiles() {
   static const struct alignas(64) { // static: the compiler takes the instruction to read 8 bytes of it
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -65,85 +122,71 @@ static void begin_pairs() {
   } shape;
   _tile_loadconfig(&shape);
 }
-static void end_pairs() { _tile_release(); }
+static void end_tiles() { _tile_release(); }
+
 #else
-static void begin_pairs() {}
-static void end_pairs() {}
+template <int PIECES, int M, int N> INLINE void multiply(int64_t steps, Tiles A, Tiles B, float *C, int64_t c_stride) {
+  for (int64_t r = 0; r < M * 16; r += 8) {
+    vec c[8][N] = {};
+    for (int64_t k = 0; k < steps; k++) {
+      const float *a = A.at(r / 16, k) + r % 16 * 16, *b = B.at(0, k);
+      for (int64_t w = 0; w < 16; w++)
+        UNROLL for (int i = 0; i < 8; i++) UNROLL for (int j = 0; j < N; j++)
+          c[i][j] = (vec)_mm512_dpbf16_ps((__m512)c[i][j], (__m512bh)splat(a[i * 16 + w]), (__m512bh)load(b + j * B.across + w * 16));
+    }
+    UNROLL for (int i = 0; i < 8; i++) UNROLL for (int j = 0; j < N; j++) store(C + (r + i) * c_stride + j * 16, c[i][j]);
+  }
+}
+static void begin_tiles() {}
+static void end_tiles() {}
 #endif
 
-// C[m][width] (+)= A B with A words [m][K], B pairs [K][width]; width is a multiple of 16.
-static void matmul_pairs(int64_t m, int64_t width, int64_t K, const float *A, int64_t a_stride, const float *B, int64_t b_stride,
-                         float *C, int64_t c_stride, bool add) {
-  int64_t i = 0;
-#if defined(__AMX_BF16__)
-  if (K % 16 == 0)
-    for (; i + 16 <= m;) {
-      const int64_t rows = m - i >= 32 ? 32 : 16;
-      for (int64_t j = 0; j < width;) {
-        const float *a = A + i * a_stride, *b = B + j;
-        float *c = C + i * c_stride + j;
-        if (width - j >= 32) {
-          if (rows == 32) tiles<2, 2>(K, a, a_stride, b, b_stride, c, c_stride, add);
-          else tiles<1, 2>(K, a, a_stride, b, b_stride, c, c_stride, add);
-          j += 32;
-        } else {
-          if (rows == 32) tiles<2, 1>(K, a, a_stride, b, b_stride, c, c_stride, add);
-          else tiles<1, 1>(K, a, a_stride, b, b_stride, c, c_stride, add);
-          j += 16;
-        }
+// C[m][width] = A B, written up to a multiple of 16 rows; or C = factor C + A B, with a factor for each column, or 1.
+template <int PIECES>
+static void matmul_tiles(int64_t m, int64_t width, int64_t steps, Tiles A, Tiles B, float *C, int64_t c_stride, bool add, const float *factor) {
+  alignas(64) float sums[32 * 32];
+  for (int64_t i = 0; i < m; i += 32)
+    for (int64_t j = 0; j < width; j += 32) {
+      const Tiles a = {A.at(i / 16, 0), A.across, A.along}, b = {B.at(j / 16, 0), B.across, B.along};
+      float *c = C + i * c_stride + j, *to = add ? sums : c;
+      const int64_t to_stride = add ? 32 : c_stride;
+      if (m - i > 16)
+        if (width - j > 16) multiply<PIECES, 2, 2>(steps, a, b, to, to_stride);
+        else multiply<PIECES, 2, 1>(steps, a, b, to, to_stride);
+      else if (width - j > 16) multiply<PIECES, 1, 2>(steps, a, b, to, to_stride);
+      else multiply<PIECES, 1, 1>(steps, a, b, to, to_stride);
+      if (!add) continue;
+      for (int64_t x = 0; x < min(32, width - j); x += 16) {
+        const vec by = factor ? load(factor + j + x) : splat(1);
+        for (int64_t r = 0; r < min(32, m - i); r++) store(c + r * c_stride + x, load(c + r * c_stride + x) * by + load(sums + r * 32 + x));
       }
-      i += rows;
     }
-#endif
-  if (i < m) matmul<false, true>(m - i, width / LANES, K, A + i * a_stride, a_stride, B, b_stride, C + i * c_stride, c_stride, add);
+}
+
+static void right_factor(int pieces, const float *x, int64_t rows, int64_t width, Tiles to) {
+  if constexpr (MOST_PIECES == 3)
+    if (pieces == 3) return right_factor<3>(x, rows, width, to);
+  right_factor<1>(x, rows, width, to);
+}
+static void left_row(int pieces, const float *x, int64_t width, int64_t r, Tiles to) {
+  if constexpr (MOST_PIECES == 3)
+    if (pieces == 3) return left_row<3>(x, width, r, to);
+  left_row<1>(x, width, r, to);
+}
+static void matmul_tiles(int pieces, int64_t m, int64_t width, int64_t steps, Tiles A, Tiles B, float *C, int64_t c_stride, bool add,
+                         const float *factor = nullptr) {
+  if constexpr (MOST_PIECES == 3)
+    if (pieces == 3) return matmul_tiles<3>(m, width, steps, A, B, C, c_stride, add, factor);
+  matmul_tiles<1>(m, width, steps, A, B, C, c_stride, add, factor);
 }
 
 #else
-constexpr bool HAS_PAIRS = false;
-static void pairs_of(const float *, int64_t, int64_t, float *) {}
-static void words_of(const float *, int64_t, int64_t, float *) {}
-static void begin_pairs() {}
-static void end_pairs() {}
-static void matmul_pairs(int64_t, int64_t, int64_t, const float *, int64_t, const float *, int64_t, float *, int64_t, bool) {}
+template <int> INLINE void weave(vec, vec, int64_t, float *) {}
+static void begin_tiles() {}
+static void end_tiles() {}
+static void right_factor(int, const float *, int64_t, int64_t, Tiles) {}
+static void left_row(int, const float *, int64_t, int64_t, Tiles) {}
+static void matmul_tiles(int, int64_t, int64_t, int64_t, Tiles, Tiles, float *, int64_t, bool, const float * = nullptr) {}
 #endif
-
-// Whether a problem's products go by pairs: rows of whole words, and enough queries for the packing to pay.
-INLINE bool by_pairs(const Problem &p) {
-  return HAS_PAIRS && p.dtype == Dtype::bf16 && p.key_splits == 1 && p.E % 2 == 0 && p.Ev % 2 == 0 && p.E > 0 && p.Ev > 0 &&
-         p.H / p.Hkv * p.L >= 32;
-}
-
-// Keys at a time: their weights and values stay in the first cache. Pairs take more, as adding to C costs them more.
-INLINE int64_t keys_at_once(const Problem &p) { return by_pairs(p) ? KEYS : 64; }
-
-// Words of a tensor like the key, turned: [n padded][stride], word w of a row holding keys 2w and 2w + 1. Keys are
-// read as blocks come to them; from the last key on there are zeros.
-struct Turned {
-  float *words = nullptr;
-  int64_t stride = 0;
-  Reached reached;
-
-  static int64_t size(const Problem &p, int64_t n) { return padded(n) * width(p); }
-  static int64_t width(const Problem &p) { return (p.S + 1) / 2 + KEYS / 2; }
-
-  void begin(const Problem &p, float *room, int64_t n) {
-    words = room;
-    stride = width(p);
-    reached = {};
-    memset(words, 0, size(p, n) * 4);
-  }
-  void need(const Problem &p, const Block &k, const View &v, int64_t n, int64_t start, int64_t stop) {
-    reached.extend(start - start % 2, min(p.S, stop + stop % 2), [&](int64_t a, int64_t b) { read(p, k, v, n, a, b); });
-  }
-  void read(const Problem &p, const Block &k, const View &v, int64_t n, int64_t start, int64_t stop) {
-    for (int64_t j = start; j < stop; j += 2) {
-      const uint16_t *even = (const uint16_t *)v.data + at(v, k.b, k.kv, j), *odd = j + 1 < p.S ? even + v.row : nullptr;
-      for (int64_t i = 0; i < n; i++) {
-        const uint32_t word = even[i] | (odd ? (uint32_t)odd[i] << 16 : 0);
-        memcpy(words + i * stride + j / 2, &word, 4);
-      }
-    }
-  }
-};
 
 } // namespace

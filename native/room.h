@@ -1,19 +1,8 @@
 // What a task works in: its scratch, the sums of a block of queries, and the scores of a block of keys.
 #pragma once
-#include "pairs.h"
+#include "packed.h"
 
 namespace {
-
-// Hands out pieces of a task's scratch; without a base it only counts.
-struct Arena {
-  float *base;
-  int64_t used = 0;
-  float *take(int64_t n) {
-    float *piece = base ? base + used : nullptr;
-    used += (n + 15) / 16 * 16;
-    return piece;
-  }
-};
 
 // What a block's rows have gathered over the keys so far. Sums are relative to `top`.
 struct Sums {
@@ -51,15 +40,19 @@ struct Room {
   float *rows, *query; // [ROWS][E padded], [E][width]
   float *P, *grid, *grid_rows, *kept, *keys, *values;
   float *alpha, *inverse, *tops;  // [ROWS], [ROWS], [blocks of keys in a strip][ROWS]
-  float *query_pairs, *P_pairs;   // [E / 2][width], [KEYS / 2][width]
-  bool pairs;
+  int pieces; // of the products' numbers
+  Right query_right, P_right;
+  Tiles Q;
+  Keys key_tiles;
   Turned turned_values;
 
-  Room(const Problem &p, Arena &a) {
+  Room(const Problem &p, Arena &a)
+      : pieces(pieces_of(p)), query_right(a, pieces, p.E, ROWS), P_right(a, pieces, keys_at_once(p), ROWS), key_tiles(p, a, pieces, p.E),
+        turned_values(p, a, pieces, p.Ev) {
     const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
     rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
-    P = a.take(strip * ROWS);
+    P = a.take(padded(strip) * ROWS);
     grid = a.take(has_grid(p) ? n * ROWS : 0);
     grid_rows = a.take(has_grid(p) ? n * ROWS : 0);
     kept = a.take(p.dropout.on ? n * ROWS : 0);
@@ -68,10 +61,6 @@ struct Room {
     alpha = a.take(ROWS);
     inverse = a.take(ROWS);
     tops = a.take(p.seen.received ? STRIP / once * ROWS : 0);
-    pairs = by_pairs(p);
-    query_pairs = a.take(pairs ? p.E / 2 * ROWS : 0);
-    P_pairs = a.take(pairs ? KEYS / 2 * ROWS : 0);
-    turned_values.words = a.take(pairs ? Turned::size(p, p.Ev) : 0);
   }
 };
 
@@ -93,17 +82,12 @@ struct Scan {
   }
 };
 
-// P[n][width] = K V' with rows of a tensor like the key in place, and pairs [features / 2][width].
-static void by_words(const Block &k, const View &v, int64_t from, int64_t n, int64_t features, const float *pairs, float *P) {
-  const float *words = (const float *)((const uint16_t *)v.data + at(v, k.b, k.kv, from));
-  matmul_pairs(n, k.width, features / 2, words, v.row / 2, pairs, k.width, P, k.width, false);
-}
-
-static void scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
-  if (w.pairs) {
-    by_words(k, p.key, from, n, p.E, w.query_pairs, P);
-    const vec scale = splat(p.scale);
-    for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * scale);
+// The scores of n keys. bfloat16 queries come without the scale, which would round them.
+static void scores(const Problem &p, const Block &k, Room &w, int64_t from, int64_t n, float *P) {
+  if (w.pieces) {
+    matmul_tiles(w.pieces, n, k.width, steps_of(p.E), w.key_tiles.of(p, k, p.key, from, from + n), w.Q, P, k.width, false);
+    if (w.pieces == 1)
+      for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * splat(p.scale));
     return;
   }
   Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, 1, w.keys);
@@ -121,14 +105,14 @@ static void cap(const Problem &p, int64_t n, float *P, float *slopes) {
 }
 
 // The block's queries: times scale and turned, or as pairs.
-static void read_queries(const Problem &p, const Block &k, const Room &w) {
-  read_rows(p, k, p.query, p.E, w.pairs ? 1 : p.scale, w.rows, padded(p.E), w.query);
+static void read_queries(const Problem &p, const Block &k, Room &w) {
+  read_rows(p, k, p.query, p.E, w.pieces == 1 ? 1 : p.scale, w.rows, padded(p.E), w.query);
   Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
-  if (w.pairs) pairs_of(w.query, p.E, k.width, w.query_pairs);
+  if (w.pieces) w.Q = w.query_right.of(w.query, p.E, k.width);
 }
 
 // Scores of n keys, hidden ones -inf; false if the grid hides them all.
-static bool masked_scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
+static bool masked_scores(const Problem &p, const Block &k, Room &w, int64_t from, int64_t n, float *P) {
   if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
   scores(p, k, w, from, n, P);
   if (p.softcap > 0) cap(p, n * k.width, P, nullptr);

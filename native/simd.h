@@ -20,6 +20,15 @@
 #define REGISTERS 16
 #endif
 
+// Pieces of bfloat16 that a number can be multiplied as, at most (pairs.h); 0: there are no such products.
+#if defined(__AMX_BF16__)
+#define MOST_PIECES 3
+#elif defined(__AVX512BF16__)
+#define MOST_PIECES 1
+#else
+#define MOST_PIECES 0
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 

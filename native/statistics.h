@@ -69,7 +69,7 @@ static void add_received(const Problem &p, const Block &k, int64_t from, int64_t
 }
 
 // received of a block whose weights are in the strip, or else from scores computed again.
-static void received_of(const Problem &p, const Block &k, const Room &w, const Sums &s, bool strip, float *received) {
+static void received_of(const Problem &p, const Block &k, Room &w, const Sums &s, bool strip, float *received) {
   float top[ROWS], factor[ROWS];
   for (int64_t r = 0; r < k.width; r++) top[r] = s.top[r] == -INF ? 0 : s.top[r];
   const int64_t once = keys_at_once(p);

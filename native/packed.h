@@ -1,0 +1,102 @@
+// Matrices of a task in tiles: blocks of queries or weights, and the keys and values that the task has come to.
+#pragma once
+#include "pairs.h"
+
+namespace {
+
+// Keys at a time: their weights, and the pieces of them, stay in the first cache.
+INLINE int64_t keys_at_once(const Problem &p) { return pieces_of(p) ? 128 : 64; }
+
+// Room for a right factor of so many rows and columns.
+struct Right {
+  int pieces;
+  int64_t steps;
+  float *data;
+
+  Right(Arena &a, int pieces, int64_t rows, int64_t columns) : pieces(pieces), steps(steps_of(rows)) {
+    data = a.take(pieces * steps * padded(columns) / 16 * TILE);
+  }
+  Tiles tiles() const { return {data, steps * pieces * TILE, pieces * TILE}; }
+  Tiles of(const float *x, int64_t rows, int64_t width) const {
+    right_factor(pieces, x, rows, width, tiles());
+    return tiles();
+  }
+};
+
+// Room for a left factor of so many rows and columns.
+struct Left {
+  int pieces;
+  int64_t steps;
+  float *data;
+
+  Left(Arena &a, int pieces, int64_t rows, int64_t columns) : pieces(pieces), steps(steps_of(columns)) {
+    data = a.take(pieces * steps * ((rows + 31) / 32 * 2) * TILE);
+  }
+  Tiles tiles() const { return {data, steps * pieces * TILE, pieces * TILE}; }
+  Tiles of(const float *x, int64_t rows, int64_t width) const {
+    for (int64_t r = 0; r < rows; r++) left_row(pieces, x + r * width, width, r, tiles());
+    return tiles();
+  }
+};
+
+// A tensor like the key as a left factor whose rows are keys, read as blocks come to them.
+struct Keys {
+  int64_t n;
+  Left left;
+  float *row;
+  Reached reached;
+
+  Keys(const Problem &p, Arena &a, int pieces, int64_t n) : n(n), left(a, pieces, p.S, n), row(a.take(padded(n))) {}
+  void begin() {
+    reached = {};
+    for (int64_t i = n; i < padded(n); i++) row[i] = 0;
+  }
+  // start is a multiple of 16
+  Tiles of(const Problem &p, const Block &k, const View &v, int64_t start, int64_t stop) {
+    reached.extend(start, stop, [&](int64_t a, int64_t b) {
+      for (int64_t j = a; j < b; j++) {
+        read_row(v, p.dtype, at(v, k.b, k.kv, j), n, 1, row);
+        left_row(left.pieces, row, padded(n), j, left.tiles());
+      }
+    });
+    Tiles t = left.tiles();
+    return {t.at(start / 16, 0), t.across, t.along};
+  }
+};
+
+// The same turned: a left factor whose rows are features. In a chunk of 32 keys that is reached, keys that are not are 0.
+struct Turned {
+  int pieces;
+  int64_t n, height, chunk;
+  float *words, *rows, *pairs;
+  Reached reached;
+
+  Turned(const Problem &p, Arena &a, int pieces, int64_t n)
+      : pieces(pieces), n(n), height(padded(n)), chunk(pieces * (n + 31) / 32 * 2 * TILE) {
+    words = a.take(steps_of(p.S) * chunk);
+    rows = a.take(pieces ? 32 * height : 0);
+    pairs = a.take(chunk);
+  }
+  void begin() {
+    reached = {};
+    for (int64_t i = 0; i < 32 * height; i++) rows[i] = 0;
+  }
+  // start is a multiple of 32
+  Tiles of(const Problem &p, const Block &k, const View &v, int64_t start, int64_t stop) {
+    reached.extend(start, min(p.S, stop + stop % 2), [&](int64_t a, int64_t b) {
+      for (int64_t c = a - a % 32; c < b; c += 32) read(p, k, v, c, max(a, c), min(b, c + 32));
+    });
+    return {words + start / 32 * chunk, pieces * TILE, chunk};
+  }
+  void read(const Problem &p, const Block &k, const View &v, int64_t c, int64_t start, int64_t stop) {
+    float *to = words + c / 32 * chunk;
+    if (c + 32 <= reached.from || c >= reached.to) memset(to, 0, chunk * 4);
+    for (int64_t j = start; j < stop; j++) read_row(v, p.dtype, at(v, k.b, k.kv, j), n, 1, rows + (j - start) * height);
+    right_factor(pieces, rows, stop - start, height, {pairs, pieces * TILE, 0});
+    // What is 16 columns of 16 words of keys becomes 16 rows.
+    for (int64_t t = 0; t < height / 16 * pieces; t++)
+      transpose(pairs + t * TILE, 16, (stop - start + 1) / 2, 16, to + t * TILE + (start - c) / 2, 16, (stop - start + 1) / 2);
+  }
+};
+
+} // namespace
