@@ -26,7 +26,7 @@ struct BackwardRoom {
   BackwardRoom(const Problem &p, Arena &a)
       : pieces(backward_pieces_of(p)), query_right(a, pieces, p.E, ROWS), context_right(a, pieces, p.Ev, ROWS), query_rows_right(a, pieces, ROWS, p.E),
         context_rows_right(a, pieces, ROWS, p.Ev), dS_right(a, pieces, BACKWARD_KEYS, ROWS), weights_left(a, pieces, BACKWARD_KEYS, ROWS),
-        key_tiles(p, a, pieces, p.E), value_tiles(p, a, pieces, p.Ev), turned_keys(p, a, pieces, p.E) {
+        key_tiles(a, pieces, p.S, p.E), value_tiles(a, pieces, p.S, p.Ev), turned_keys(a, pieces, p.S, p.E) {
     const int64_t n = min(BACKWARD_KEYS, max(p.S, 1));
     query_rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
@@ -150,7 +150,7 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
   BackwardRoom w(p, a);
   float *sums = p.splits == 1 ? a.take(p.S * stride) : p.partial + (head * p.splits + split) * p.S * stride; // dK, dV
   memset(sums, 0, p.S * stride * 4);
-  if (w.pieces) begin_tiles(), w.key_tiles.begin(), w.value_tiles.begin(), w.turned_keys.begin();
+  if (w.pieces) begin_tiles(), w.key_tiles.begin(0), w.value_tiles.begin(0), w.turned_keys.begin(0);
   Scan scan;
   Block k;
   for (int64_t block = split * p.blocks / p.splits; block < (split + 1) * p.blocks / p.splits; block++) {
@@ -210,7 +210,7 @@ static void bias_backward(const Problem *problem, float *scratch, int64_t task) 
   Block k;
   for (int64_t b = to.batch ? own_batch : 0; b < (to.batch ? own_batch + 1 : p.B); b++)
     for (int64_t h = to.head ? own_head : 0; h < (to.head ? own_head + 1 : p.H); h++) {
-      if (w.pieces) w.key_tiles.begin(), w.value_tiles.begin();
+      if (w.pieces) w.key_tiles.begin(0), w.value_tiles.begin(0);
       for (int64_t block = to.query ? part : 0; block < (to.query ? part + 1 : blocks); block++) {
         begin(p, k, b * p.Hkv + h / group, h % group * p.L + block * ROWS, min(ROWS, p.L - block * ROWS));
         read_block(p, k, w);

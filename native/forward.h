@@ -6,8 +6,8 @@
 namespace {
 
 // P becomes e^(P - top), for N vectors of rows; sums go on, alpha is what earlier sums were multiplied by. With PIECES
-// it goes into the right factor `to` as well.
-template <int N, bool SURPRISE, bool FAR, int PIECES>
+// it goes into the right factor `to`, and stays in P only with KEEP.
+template <int N, bool SURPRISE, bool FAR, int PIECES, bool KEEP>
 static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float shift, float *P, const Sums &s, float *alpha, Tiles to) {
   const int64_t width = k.width;
   vec top[N], old[N], sum[N], surprise[N], far[N], place[N];
@@ -25,7 +25,7 @@ static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float 
   auto weigh = [&](int64_t j, int c) __attribute__((always_inline)) {
     float *at = P + j * width + c * LANES;
     vec x = load(at) - top[c], weight = exp(x);
-    store(at, weight);
+    if (KEEP) store(at, weight);
     sum[c] += weight;
     if (SURPRISE) surprise[c] += weight * vmax(x, splat(-88.f)); // 0 * -inf is NaN
     if (FAR) {
@@ -55,29 +55,33 @@ static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float 
   }
 }
 
-template <bool SURPRISE, bool FAR, int PIECES>
+template <bool SURPRISE, bool FAR, int PIECES, bool KEEP>
 static void softmax_rows(const Problem &p, const Block &k, int64_t from, int64_t n, float *P, const Sums &s, float *alpha, Tiles to) {
   const float shift = (float)(p.S - p.L);
   int64_t r = 0;
-  for (; r + 4 * LANES <= k.width; r += 4 * LANES) softmax<4, SURPRISE, FAR, PIECES>(k, r, from, n, shift, P + r, s, alpha, to);
-  for (; r < k.width; r += LANES) softmax<1, SURPRISE, FAR, PIECES>(k, r, from, n, shift, P + r, s, alpha, to);
+  for (; r + 4 * LANES <= k.width; r += 4 * LANES) softmax<4, SURPRISE, FAR, PIECES, KEEP>(k, r, from, n, shift, P + r, s, alpha, to);
+  for (; r < k.width; r += LANES) softmax<1, SURPRISE, FAR, PIECES, KEEP>(k, r, from, n, shift, P + r, s, alpha, to);
 }
 
-template <int PIECES>
+template <int PIECES, bool KEEP>
 static void softmax_rows(const Problem &p, const Block &k, int64_t from, int64_t n, float *P, const Sums &s, float *alpha, Tiles to) {
-  if (p.seen.entropy && p.seen.distance) softmax_rows<true, true, PIECES>(p, k, from, n, P, s, alpha, to);
-  else if (p.seen.entropy) softmax_rows<true, false, PIECES>(p, k, from, n, P, s, alpha, to);
-  else if (p.seen.distance) softmax_rows<false, true, PIECES>(p, k, from, n, P, s, alpha, to);
-  else softmax_rows<false, false, PIECES>(p, k, from, n, P, s, alpha, to);
+  if (p.seen.entropy && p.seen.distance) softmax_rows<true, true, PIECES, KEEP>(p, k, from, n, P, s, alpha, to);
+  else if (p.seen.entropy) softmax_rows<true, false, PIECES, KEEP>(p, k, from, n, P, s, alpha, to);
+  else if (p.seen.distance) softmax_rows<false, true, PIECES, KEEP>(p, k, from, n, P, s, alpha, to);
+  else softmax_rows<false, false, PIECES, KEEP>(p, k, from, n, P, s, alpha, to);
 }
 
-static void softmax_rows(const Problem &p, const Block &k, Room &w, int64_t from, int64_t n, float *P, const Sums &s) {
+// keep: the weights are looked at after they are multiplied.
+static void softmax_rows(const Problem &p, const Block &k, Room &w, int64_t from, int64_t n, float *P, const Sums &s, bool keep) {
+  auto run = [&](auto pieces) {
+    constexpr int PIECES = decltype(pieces)::value;
+    if (!PIECES || keep) softmax_rows<PIECES, true>(p, k, from, n, P, s, w.alpha, w.P_right.tiles());
+    else softmax_rows<PIECES, false>(p, k, from, n, P, s, w.alpha, w.P_right.tiles());
+  };
   const int pieces = p.context.data && !p.dropout.on ? w.pieces : 0;
-  if constexpr (MOST_PIECES >= 3)
-    if (pieces == 3) return softmax_rows<3>(p, k, from, n, P, s, w.alpha, w.P_right.tiles());
-  if constexpr (MOST_PIECES >= 1)
-    if (pieces == 1) return softmax_rows<1>(p, k, from, n, P, s, w.alpha, w.P_right.tiles());
-  softmax_rows<0>(p, k, from, n, P, s, w.alpha, {});
+  if (pieces == 3) run(Count<MOST_PIECES>{});
+  else if (pieces == 1) run(Count<MOST_PIECES ? 1 : 0>{});
+  else run(Count<0>{});
 }
 
 static void drop(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, float *kept_weights) {
@@ -123,7 +127,7 @@ static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t f
     }
     if (p.seen.top) keep_best(p, k, j, n, P, s);
     if (p.seen.offsets) keep_offsets(p, k, j, n, P, s);
-    softmax_rows(p, k, w, j, n, P, s);
+    softmax_rows(p, k, w, j, n, P, s, strip || p.seen.groups);
     if (strip) memcpy(w.tops + step * ROWS, s.top, ROWS * 4);
     if (p.seen.groups) add_mass(p, k, j, n, P, s, w.alpha);
     if (!p.context.data) continue; // statistics alone
@@ -196,10 +200,13 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
       seen.top_keys[k.row(p, r) * seen.top + t] = gone[r] ? -1 : ((const int32_t *)s.best_key)[t * ROWS + r];
 }
 
+// Blocks of queries that go over a chunk of keys before the next chunk comes.
+INLINE int64_t blocks_together(const Problem &p) { return keys_in_chunk(p) < p.S ? min(TOGETHER, (p.blocks + p.splits - 1) / p.splits) : 1; }
+
 static size_t forward_scratch(const Problem *p) {
   Arena a{nullptr};
   Room w(*p, a);
-  Sums s(*p, a);
+  for (int64_t i = 0; i < (p->key_splits > 1 ? 0 : blocks_together(*p)); i++) Sums(*p, a);
   return a.used;
 }
 
@@ -231,30 +238,50 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     if (s.fresh) memset(s.context, 0, ROWS * padded(p.Ev) * 4);
     return;
   }
-  Sums s(p, a);
-  if (w.pieces) begin_tiles(), w.key_tiles.begin(), w.turned_values.begin();
   const int64_t head = task / p.splits, split = p.splits - 1 - task % p.splits, group = p.H / p.Hkv; // causal: long ones first
+  const int64_t first = split * p.blocks / p.splits, last = (split + 1) * p.blocks / p.splits;
   float *received = nullptr;
   if (p.seen.received) {
     received = p.splits == 1 ? p.seen.received + head * group * p.S : p.partial + (head * p.splits + split) * group * p.S;
     memset(received, 0, group * p.S * 4);
   }
-  for (int64_t block = split * p.blocks / p.splits; block < (split + 1) * p.blocks / p.splits; block++) {
-    begin(p, k, head, block);
-    s.clear(p, k);
-    read_queries(p, k, w);
-    scan.keys(p, k, k.from, k.to);
-    if (hopeless(p)) break;
-    const bool strip = received && k.to - k.from <= STRIP;
-    gather(p, k, w, s, k.from, k.to, strip);
-    if (w.pieces && p.context.data) { // the rows' contexts, no longer turned, in the room of the values
-      Sums rows = s;
-      rows.context = w.values;
-      transpose(s.context, k.width, p.Ev, k.width, rows.context, padded(p.Ev), padded(p.Ev));
-      finish(p, k, rows, w.inverse);
-    } else
+  const int64_t chunk = keys_in_chunk(p), together = blocks_together(p);
+  Sums sums[TOGETHER];
+  for (int64_t i = 0; i < together; i++) sums[i] = Sums(p, a);
+  int64_t here = -1, packed = -1; // the block that k is, the chunk of keys in tiles
+  auto go_to = [&](int64_t block) {
+    if (block != here) begin(p, k, head, here = block);
+  };
+  if (w.pieces) begin_tiles();
+  for (int64_t start = first; start < last && !hopeless(p); start += together) {
+    const int64_t stop = min(last, start + together);
+    int64_t from = p.S, to = 0;
+    for (int64_t block = start; block < stop; block++) {
+      go_to(block);
+      sums[block - start].clear(p, k);
+      from = min(from, k.from), to = max(to, k.to);
+    }
+    for (int64_t c = from - from % chunk; c < to; c += chunk) {
+      if (w.pieces && c != packed) w.key_tiles.begin(c), w.turned_values.begin(c), packed = c;
+      for (int64_t block = start; block < stop && !hopeless(p); block++) {
+        go_to(block);
+        const int64_t own_from = max(k.from, c), own_to = min(k.to, c + chunk);
+        if (own_from >= own_to) continue;
+        read_queries(p, k, w);
+        scan.keys(p, k, own_from, own_to);
+        if (!hopeless(p)) gather(p, k, w, sums[block - start], own_from, own_to, received && k.to - k.from <= STRIP);
+      }
+    }
+    for (int64_t block = start; block < stop && !hopeless(p); block++) {
+      go_to(block);
+      Sums s = sums[block - start];
+      if (w.pieces && p.context.data) { // the rows' contexts, no longer turned, in the room of the values
+        transpose(s.context, k.width, p.Ev, k.width, w.values, padded(p.Ev), padded(p.Ev));
+        s.context = w.values;
+      }
       finish(p, k, s, w.inverse);
-    if (received) received_of(p, k, w, s, strip, received);
+      if (received) received_of(p, k, w, s, k.to - k.from <= STRIP, received);
+    }
   }
   if (w.pieces) end_tiles();
 }

@@ -4,8 +4,19 @@
 
 namespace {
 
+#ifndef CHUNK
+#define CHUNK (768 << 10)
+#endif
+
 // Keys at a time: their weights, and the pieces of them, stay in the first cache.
 INLINE int64_t keys_at_once(const Problem &p) { return pieces_of(p) ? 128 : 64; }
+
+// Keys whose keys and values, as they are multiplied, stay in the second cache. `received` needs a block's weights of
+// all keys at once.
+INLINE int64_t keys_in_chunk(const Problem &p) {
+  const int64_t pieces = pieces_of(p), each = (p.E + p.Ev) * (pieces ? 2 * pieces : p.dtype == Dtype::f32 ? 4 : 2);
+  return p.seen.received ? max(p.S, 1) : max(KEYS, CHUNK / max(each, 1) / KEYS * KEYS);
+}
 
 // Room for a right factor of so many rows and columns.
 struct Right {
@@ -39,16 +50,17 @@ struct Left {
   }
 };
 
-// A tensor like the key as a left factor whose rows are keys, read as blocks come to them.
+// A chunk of a tensor like the key, from `base` on, as a left factor whose rows are keys; read as blocks come to them.
 struct Keys {
-  int64_t n;
+  int64_t n, base = 0;
   Left left;
   float *row;
   Reached reached;
 
-  Keys(const Problem &p, Arena &a, int pieces, int64_t n) : n(n), left(a, pieces, p.S, n), row(a.take(padded(n))) {}
-  void begin() {
+  Keys(Arena &a, int pieces, int64_t keys, int64_t n) : n(n), left(a, pieces, keys, n), row(a.take(padded(n))) {}
+  void begin(int64_t first) {
     reached = {};
+    base = first;
     for (int64_t i = n; i < padded(n); i++) row[i] = 0;
   }
   // start is a multiple of 16
@@ -56,29 +68,30 @@ struct Keys {
     reached.extend(start, stop, [&](int64_t a, int64_t b) {
       for (int64_t j = a; j < b; j++) {
         read_row(v, p.dtype, at(v, k.b, k.kv, j), n, 1, row);
-        left_row(left.pieces, row, padded(n), j, left.tiles());
+        left_row(left.pieces, row, padded(n), j - base, left.tiles());
       }
     });
     Tiles t = left.tiles();
-    return {t.at(start / 16, 0), t.across, t.along};
+    return {t.at((start - base) / 16, 0), t.across, t.along};
   }
 };
 
 // The same turned: a left factor whose rows are features. In a chunk of 32 keys that is reached, keys that are not are 0.
 struct Turned {
   int pieces;
-  int64_t n, height, chunk;
+  int64_t n, height, chunk, base = 0;
   float *words, *rows, *pairs;
   Reached reached;
 
-  Turned(const Problem &p, Arena &a, int pieces, int64_t n)
+  Turned(Arena &a, int pieces, int64_t keys, int64_t n)
       : pieces(pieces), n(n), height(padded(n)), chunk(pieces * (n + 31) / 32 * 2 * TILE) {
-    words = a.take(steps_of(p.S) * chunk);
+    words = a.take(steps_of(keys) * chunk);
     rows = a.take(pieces ? 32 * height : 0);
     pairs = a.take(chunk);
   }
-  void begin() {
+  void begin(int64_t first) {
     reached = {};
+    base = first;
     for (int64_t i = 0; i < 32 * height; i++) rows[i] = 0;
   }
   // start is a multiple of 32
@@ -86,10 +99,10 @@ struct Turned {
     reached.extend(start, min(p.S, stop + stop % 2), [&](int64_t a, int64_t b) {
       for (int64_t c = a - a % 32; c < b; c += 32) read(p, k, v, c, max(a, c), min(b, c + 32));
     });
-    return {words + start / 32 * chunk, pieces * TILE, chunk};
+    return {words + (start - base) / 32 * chunk, pieces * TILE, chunk};
   }
   void read(const Problem &p, const Block &k, const View &v, int64_t c, int64_t start, int64_t stop) {
-    float *to = words + c / 32 * chunk;
+    float *to = words + (c - base) / 32 * chunk;
     if (c + 32 <= reached.from || c >= reached.to) memset(to, 0, chunk * 4);
     for (int64_t j = start; j < stop; j++) read_row(v, p.dtype, at(v, k.b, k.kv, j), n, 1, rows + (j - start) * height);
     right_factor(pieces, rows, stop - start, height, {pairs, pieces * TILE, 0});

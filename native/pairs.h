@@ -60,27 +60,31 @@ template <int PIECES> static void right_factor(const float *x, int64_t rows, int
                     to.at(i / 16, r / 32));
 }
 
+// 16 columns from i on of row r into the left factor's tile `to`.
+template <int PIECES> INLINE void lay(vec x, int64_t r, int64_t i, float *to) {
+  uvec piece[PIECES];
+  split<PIECES>(x, piece);
+  UNROLL for (int p = 0; p < PIECES; p++)
+    _mm256_storeu_si256((__m256i *)(to + p * TILE + r % 16 * 16 + i % 32 / 2), _mm512_cvtepi32_epi16((__m512i)(piece[p] >> 16)));
+}
+
 // Row r of a left factor: `width` floats at x, a multiple of 16, with 0 up to the end of a tile.
 template <int PIECES> static void left_row(const float *x, int64_t width, int64_t r, Tiles to) {
-  for (int64_t i = 0; i < steps_of(width) * 32; i += 16) {
-    uvec piece[PIECES];
-    split<PIECES>(i < width ? load(x + i) : splat(0), piece);
-    UNROLL for (int p = 0; p < PIECES; p++)
-      _mm256_storeu_si256((__m256i *)(to.at(r / 16, i / 32) + p * TILE + r % 16 * 16 + i % 32 / 2),
-                          _mm512_cvtepi32_epi16((__m512i)(piece[p] >> 16)));
-  }
+  for (int64_t i = 0; i < steps_of(width) * 32; i += 16) lay<PIECES>(i < width ? load(x + i) : splat(0), r, i, to.at(r / 16, i / 32));
 }
 
 #if MOST_PIECES == 3
-// C[M * 16][N * 16] = A B
-template <int PIECES, int M, int N> INLINE void multiply(int64_t steps, Tiles A, Tiles B, float *C, int64_t c_stride) {
+// C[M * 16][N * 16] = A B, and what `start` holds, if given; a stride of 0 gives each row the same.
+template <int PIECES, int M, int N>
+INLINE void multiply(int64_t steps, Tiles A, Tiles B, float *C, int64_t c_stride, const float *start = nullptr, int64_t start_stride = 0) {
 // Tile t of C is the product of tiles a and b; the compiler wants their numbers as they are.
 #define EACH(DO)                                 \
   DO(0, 0, 0, 4, 6)                              \
   if constexpr (N > 1) { DO(1, 0, 1, 4, 7) }     \
   if constexpr (M > 1) { DO(2, 1, 0, 5, 6) }     \
   if constexpr (M > 1 && N > 1) { DO(3, 1, 1, 5, 7) }
-#define BEGIN(t, i, j, a, b) _tile_zero(t);
+#define BEGIN(t, i, j, a, b) \
+  if (start) _tile_loadd(t, start + i * 16 * start_stride + j * 16, start_stride * 4); else _tile_zero(t);
 #define MULTIPLY(t, i, j, a, b) _tile_dpbf16ps(t, a, b);
 #define END(t, i, j, a, b) _tile_stored(t, C + i * 16 * c_stride + j * 16, c_stride * 4);
 #define LEFT(piece)                        \

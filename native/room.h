@@ -14,6 +14,7 @@ struct Sums {
   float *at;                // [offsets][ROWS]: scores at fixed distances
   bool fresh = true;        // no keys yet: context holds nothing
 
+  Sums() = default;
   Sums(const Problem &p, Arena &a) {
     context = a.take(ROWS * padded(p.Ev));
     top = a.take(ROWS);
@@ -47,8 +48,8 @@ struct Room {
   Turned turned_values;
 
   Room(const Problem &p, Arena &a)
-      : pieces(pieces_of(p)), query_right(a, pieces, p.E, ROWS), P_right(a, pieces, keys_at_once(p), ROWS), key_tiles(p, a, pieces, p.E),
-        turned_values(p, a, pieces, p.Ev) {
+      : pieces(pieces_of(p)), query_right(a, pieces, p.E, ROWS), P_right(a, pieces, keys_at_once(p), ROWS), key_tiles(a, pieces, min(p.S, keys_in_chunk(p)), p.E),
+        turned_values(a, pieces, min(p.S, keys_in_chunk(p)), p.Ev) {
     const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
     rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
