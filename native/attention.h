@@ -86,27 +86,6 @@ struct Problem {
   int32_t *non_finite; // set to 1 where an input holds a NaN or an infinity that a query could see
 };
 
-// A factor of a product: number m along the summed axis of row or column n is at n across + m along; one of both is 1.
-struct Factor {
-  const float *data;
-  int64_t size, across, along;
-};
-
-// out[left.size][right.size] = left right + bias, float32.
-struct Product {
-  int64_t K; // of the summed axis
-  Factor left, right;
-  const float *bias; // or null
-  float *out;
-  int64_t out_row;
-  int64_t threads;
-
-  // Filled in by the driver.
-  int64_t block;       // rows in a task
-  float *packed;       // the right factor, taken apart
-  int32_t *non_finite; // set to 1 where a result is none
-};
-
 struct Kernels {
   const char *name;
   size_t (*forward_scratch)(const Problem *); // floats that a task works in
@@ -121,11 +100,6 @@ struct Kernels {
   void (*backward_sum)(const Problem *, int64_t head, int64_t from, int64_t to);
   void (*bias_backward)(const Problem *, float *scratch, int64_t task);
   double (*multiply_adds)(int64_t rounds); // how many multiply-adds were done, all in registers
-  // Products of matrices, or null.
-  size_t (*product_packed)(const Product *);
-  size_t (*product_scratch)(const Product *);
-  void (*product_pack)(const Product *, int64_t panel); // 32 columns
-  void (*product_rows)(const Product *, float *scratch, int64_t task);
 };
 
 constexpr int64_t ROWS = 64;    // query rows in a block

@@ -66,7 +66,10 @@ static void read_block(const Problem &p, Block &k, BackwardRoom &w) {
     w.lse[r] = p.seen.lse[2 * k.row(p, r)];
     w.lse_rest[r] = p.seen.lse[2 * k.row(p, r) + 1];
     read_row(p.context, p.dtype, at(p.context, k.b, k.head[r], k.query[r]), p.Ev, 1, w.values);
-    for (int64_t e = 0; e < p.Ev; e++) w.delta[r] += w.values[e] * w.context_rows[r * padded(p.Ev) + e];
+    for (int64_t e = p.Ev; e < padded(p.Ev); e++) w.values[e] = 0;
+    vec delta = splat(0);
+    for (int64_t e = 0; e < p.Ev; e += LANES) delta += load(w.values + e) * load(w.context_rows + r * padded(p.Ev) + e);
+    w.delta[r] = sum(delta);
   }
 }
 

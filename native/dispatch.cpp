@@ -276,20 +276,6 @@ bool attend_backward(Problem &p) {
   return !non_finite;
 }
 
-bool multiplies() { return chosen->product_rows; }
-
-bool multiply(Product &p) {
-  const Kernels &K = *chosen;
-  int32_t non_finite = 0;
-  p.non_finite = &non_finite;
-  p.block = std::min<int64_t>(256, ceil_div(ceil_div(p.left.size, p.threads), 32) * 32);
-  Partial packed(K.product_packed(&p));
-  p.packed = packed.data;
-  parallel(ceil_div(p.right.size, 32), p.threads, 16, [&](float *, int64_t i) { K.product_pack(&p, i); });
-  parallel(ceil_div(p.left.size, p.block), p.threads, K.product_scratch(&p), [&](float *s, int64_t i) { K.product_rows(&p, s, i); });
-  return !non_finite;
-}
-
 #if defined(__unix__) || defined(__APPLE__)
 namespace {
 const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });

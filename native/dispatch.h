@@ -12,6 +12,3 @@ double peak(int64_t threads); // GFLOP/s of multiply-adds (two each), all in reg
 
 bool attend(Problem &p);        // false: a NaN or an infinity that a query could see; the results mean nothing
 bool attend_backward(Problem &p);
-
-bool multiplies();          // whether the instruction set in use has products of matrices
-bool multiply(Product &p);  // false: a result is no number, or infinite

@@ -3,7 +3,6 @@
 // Everything in here and in the headers is static: a function with external linkage that is compiled for a new
 // processor could be the one the linker keeps, for an old one too. For the same reason nothing of std:: is used.
 #include "backward.h"
-#include "product.h"
 
 namespace {
 
@@ -30,9 +29,4 @@ static double multiply_adds(int64_t rounds) {
 extern "C" const Kernels JOIN(kernels_, ISA) = {
     TEXT(ISA),       forward_scratch,  forward_partial,  forward,  forward_merge, received,
     received_sum,    backward_scratch, backward_partial, backward, backward_sum,  bias_backward, multiply_adds,
-#if MOST_PIECES == 3
-    product_packed,  product_scratch,  product_pack,     product_rows,
-#else
-    nullptr,         nullptr,          nullptr,          nullptr,
-#endif
 };

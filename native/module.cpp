@@ -181,30 +181,6 @@ int backward(nb::handle query, nb::handle key, nb::handle value, nb::handle cont
   }
 }
 
-// Rows and columns of `a` as a factor whose axis `across` isn't summed over.
-Factor factor(const Array &a, int across) {
-  expect(a.ndim == 2 && a.dtype.bits == 32);
-  const Factor f = {(const float *)a.start(), a.shape[across], a.strides[across], a.strides[1 - across]};
-  expect(f.across == 1 || f.along == 1);
-  return f;
-}
-
-// out = left right + bias, of (M, K), (K, N), (N) or None, and dense (M, N).
-bool product(nb::handle left, nb::handle right, nb::handle bias, nb::handle out, int64_t threads) {
-  Array a(left), b(right), c(out);
-  Product p{};
-  p.left = factor(a, 0), p.right = factor(b, 1);
-  p.K = a.shape[1];
-  p.bias = pointer(bias);
-  p.out = (float *)c.start(), p.out_row = p.right.size;
-  p.threads = threads;
-  expect(b.shape[0] == p.K && dense(c));
-  expect(c, a, {p.left.size, p.right.size});
-  if (p.bias) expect(Array(bias), a, {p.right.size}), expect(dense(Array(bias)));
-  nb::gil_scoped_release release;
-  return multiply(p);
-}
-
 } // namespace
 
 NB_MODULE(_native, m) {
@@ -231,6 +207,4 @@ NB_MODULE(_native, m) {
   m.def("backward", backward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
         nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
-  m.def("multiplies", multiplies);
-  m.def("product", product, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg());
 }

@@ -74,17 +74,15 @@ template <int PIECES> static void left_row(const float *x, int64_t width, int64_
 }
 
 #if MOST_PIECES == 3
-// C[M * 16][N * 16] = A B, and what `start` holds, if given; a stride of 0 gives each row the same.
-template <int PIECES, int M, int N>
-INLINE void multiply(int64_t steps, Tiles A, Tiles B, float *C, int64_t c_stride, const float *start = nullptr, int64_t start_stride = 0) {
+// C[M * 16][N * 16] = A B
+template <int PIECES, int M, int N> INLINE void multiply(int64_t steps, Tiles A, Tiles B, float *C, int64_t c_stride) {
 // Tile t of C is the product of tiles a and b; the compiler wants their numbers as they are.
 #define EACH(DO)                                 \
   DO(0, 0, 0, 4, 6)                              \
   if constexpr (N > 1) { DO(1, 0, 1, 4, 7) }     \
   if constexpr (M > 1) { DO(2, 1, 0, 5, 6) }     \
   if constexpr (M > 1 && N > 1) { DO(3, 1, 1, 5, 7) }
-#define BEGIN(t, i, j, a, b) \
-  if (start) _tile_loadd(t, start + i * 16 * start_stride + j * 16, start_stride * 4); else _tile_zero(t);
+#define BEGIN(t, i, j, a, b) _tile_zero(t);
 #define MULTIPLY(t, i, j, a, b) _tile_dpbf16ps(t, a, b);
 #define END(t, i, j, a, b) _tile_stored(t, C + i * 16 * c_stride + j * 16, c_stride * 4);
 #define LEFT(piece)                        \
