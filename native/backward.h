@@ -49,7 +49,7 @@ struct BackwardRoom {
 // The block's query rows, the gradient of their context, and the sum of each row's dC * C.
 static void read_block(const Problem &p, Block &k, BackwardRoom &w) {
   for (int64_t r = 0; r < k.count; r++) k.dead[r] = k.dead[r] || p.seen.lse[2 * k.row(p, r)] == -INF;
-  read_rows(p, k, p.query, p.E, w.pieces == 1 ? 1 : p.scale, w.query_rows, padded(p.E), w.query);
+  read_rows(p, k, p.query, p.E, scales_late(p, w.pieces) ? 1 : p.scale, w.query_rows, padded(p.E), w.query);
   read_rows(p, k, p.gradient.context, p.Ev, 1, w.context_rows, padded(p.Ev), w.context);
   Scan::rows(p, w.query_rows, padded(p.E), k.count, padded(p.E));
   Scan::rows(p, w.context_rows, padded(p.Ev), k.count, padded(p.Ev));
@@ -78,7 +78,7 @@ static void products(const Problem &p, const Block &k, BackwardRoom &w, Matrix K
   if (w.pieces) {
     matmul_tiles(w.pieces, n, k.width, steps_of(p.E), w.key_tiles.of(p, k, p.key, from, from + n), w.Q, w.P, k.width, false);
     matmul_tiles(w.pieces, n, k.width, steps_of(p.Ev), w.value_tiles.of(p, k, p.value, from, from + n), w.dC, w.dS, k.width, false);
-    if (w.pieces == 1)
+    if (scales_late(p, w.pieces))
       for (int64_t i = 0; i < n * k.width; i += LANES) store(w.P + i, load(w.P + i) * splat(p.scale));
     return;
   }
@@ -123,7 +123,7 @@ static size_t backward_partial(const Problem *p) { return p->S * (padded(p->E) +
 
 static void write_key(const Problem &p, int64_t head, int64_t j, const float *sums) {
   const int64_t b = head / p.Hkv, kv = head % p.Hkv;
-  const float factor = backward_pieces_of(p) ? p.scale : 1; // else the query was read times scale
+  const float factor = scales_late(p, backward_pieces_of(p)) ? p.scale : 1; // else the query was read times scale
   write_row(p.gradient.key, p.dtype, at(p.gradient.key, b, kv, j), p.E, factor, sums);
   write_row(p.gradient.value, p.dtype, at(p.gradient.value, b, kv, j), p.Ev, 1, sums + padded(p.E));
 }

@@ -28,6 +28,13 @@ INLINE int pieces_of(const Problem &p) {
   return MOST_PIECES == 3 && rows >= 256 && p.S >= 256 && p.E >= 24 && p.Ev >= 24 ? 3 : 0;
 }
 
+// Whether scores are scaled after they are summed: bfloat16 queries times a scale would be rounded, but by a power of two.
+INLINE bool scales_late(const Problem &p, int pieces) {
+  uint32_t bits;
+  memcpy(&bits, &p.scale, 4);
+  return pieces == 1 && bits & 0x7fffff;
+}
+
 // Of a backward pass: taking weights and their gradients apart, both ways, costs what the products gain.
 INLINE int backward_pieces_of(const Problem &p) { return min(pieces_of(p), 1) * (p.dtype == Dtype::bf16); }
 

@@ -112,12 +112,14 @@ static void add_context_by_tiles(const Problem &p, const Block &k, Room &w, cons
   matmul_tiles(w.pieces, padded(p.Ev), k.width, steps_of(n), V, w.P_right.tiles(), s.context, k.width, !s.fresh, w.alpha);
 }
 
-// Keys [from, to) into the block's sums. With `strip` the weights stay in P, block after block.
+// Keys [from, to) into the block's sums, cut at the same places whatever from is. With `strip` the weights stay in P, of
+// all the block's keys.
 static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t from, int64_t to, bool strip) {
   const int64_t once = keys_at_once(p);
-  for (int64_t j = from; j < to; j += once) {
-    const int64_t n = min(once, to - j), step = (j - from) / once;
-    float *P = strip ? w.P + (j - from) * k.width : w.P;
+  for (int64_t j = from, n; j < to; j += n) {
+    n = min(once - j % once, to - j);
+    const int64_t step = j / once - k.from / once;
+    float *P = strip ? w.P + (j - k.from) * k.width : w.P;
     if (!masked_scores(p, k, w, j, n, P)) {
       if (strip) {
         for (int64_t i = 0; i < n * k.width; i++) P[i] = 0;
@@ -201,7 +203,9 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
 }
 
 // Blocks of queries that go over a chunk of keys before the next chunk comes.
-INLINE int64_t blocks_together(const Problem &p) { return keys_in_chunk(p) < p.S ? min(TOGETHER, (p.blocks + p.splits - 1) / p.splits) : 1; }
+INLINE int64_t blocks_together(const Problem &p) {
+  return !p.seen.received && keys_in_chunk(p) < p.S ? min(TOGETHER, (p.blocks + p.splits - 1) / p.splits) : 1;
+}
 
 static size_t forward_scratch(const Problem *p) {
   Arena a{nullptr};
@@ -262,7 +266,8 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
       from = min(from, k.from), to = max(to, k.to);
     }
     for (int64_t c = from - from % chunk; c < to; c += chunk) {
-      if (w.pieces && c != packed) w.key_tiles.begin(c), w.turned_values.begin(c), packed = c;
+      const int64_t base = received ? 0 : c;
+      if (w.pieces && base != packed) w.key_tiles.begin(base), w.turned_values.begin(base), packed = base;
       for (int64_t block = start; block < stop && !hopeless(p); block++) {
         go_to(block);
         const int64_t own_from = max(k.from, c), own_to = min(k.to, c + chunk);

@@ -4,19 +4,19 @@
 
 namespace {
 
-#ifndef CHUNK
-#define CHUNK (768 << 10)
-#endif
+constexpr int64_t CHUNK = 768 << 10; // bytes
 
 // Keys at a time: their weights, and the pieces of them, stay in the first cache.
 INLINE int64_t keys_at_once(const Problem &p) { return pieces_of(p) ? 128 : 64; }
 
-// Keys whose keys and values, as they are multiplied, stay in the second cache. `received` needs a block's weights of
-// all keys at once.
+// Keys that stay in the second cache with their values, as they are multiplied.
 INLINE int64_t keys_in_chunk(const Problem &p) {
   const int64_t pieces = pieces_of(p), each = (p.E + p.Ev) * (pieces ? 2 * pieces : p.dtype == Dtype::f32 ? 4 : 2);
-  return p.seen.received ? max(p.S, 1) : max(KEYS, CHUNK / max(each, 1) / KEYS * KEYS);
+  return max(KEYS, CHUNK / max(each, 1) / KEYS * KEYS);
 }
+
+// Keys to take apart at a time. `received` needs a block's weights of all keys before the next block comes.
+INLINE int64_t keys_in_tiles(const Problem &p) { return p.seen.received ? p.S : min(p.S, keys_in_chunk(p)); }
 
 // Room for a right factor of so many rows and columns.
 struct Right {

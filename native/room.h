@@ -48,8 +48,8 @@ struct Room {
   Turned turned_values;
 
   Room(const Problem &p, Arena &a)
-      : pieces(pieces_of(p)), query_right(a, pieces, p.E, ROWS), P_right(a, pieces, keys_at_once(p), ROWS), key_tiles(a, pieces, min(p.S, keys_in_chunk(p)), p.E),
-        turned_values(a, pieces, min(p.S, keys_in_chunk(p)), p.Ev) {
+      : pieces(pieces_of(p)), query_right(a, pieces, p.E, ROWS), P_right(a, pieces, keys_at_once(p), ROWS), key_tiles(a, pieces, keys_in_tiles(p), p.E),
+        turned_values(a, pieces, keys_in_tiles(p), p.Ev) {
     const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
     rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
@@ -61,7 +61,7 @@ struct Room {
     values = a.take(max(n, ROWS) * padded(p.Ev));
     alpha = a.take(ROWS);
     inverse = a.take(ROWS);
-    tops = a.take(p.seen.received ? STRIP / once * ROWS : 0);
+    tops = a.take(p.seen.received ? (STRIP / once + 1) * ROWS : 0);
   }
 };
 
@@ -83,11 +83,11 @@ struct Scan {
   }
 };
 
-// The scores of n keys. bfloat16 queries come without the scale, which would round them.
+// The scores of n keys.
 static void scores(const Problem &p, const Block &k, Room &w, int64_t from, int64_t n, float *P) {
   if (w.pieces) {
     matmul_tiles(w.pieces, n, k.width, steps_of(p.E), w.key_tiles.of(p, k, p.key, from, from + n), w.Q, P, k.width, false);
-    if (w.pieces == 1)
+    if (scales_late(p, w.pieces))
       for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * splat(p.scale));
     return;
   }
@@ -107,7 +107,7 @@ static void cap(const Problem &p, int64_t n, float *P, float *slopes) {
 
 // The block's queries: times scale and turned, or as pairs.
 static void read_queries(const Problem &p, const Block &k, Room &w) {
-  read_rows(p, k, p.query, p.E, w.pieces == 1 ? 1 : p.scale, w.rows, padded(p.E), w.query);
+  read_rows(p, k, p.query, p.E, scales_late(p, w.pieces) ? 1 : p.scale, w.rows, padded(p.E), w.query);
   Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
   if (w.pieces) w.Q = w.query_right.of(w.query, p.E, k.width);
 }

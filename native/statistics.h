@@ -73,11 +73,11 @@ static void received_of(const Problem &p, const Block &k, Room &w, const Sums &s
   float top[ROWS], factor[ROWS];
   for (int64_t r = 0; r < k.width; r++) top[r] = s.top[r] == -INF ? 0 : s.top[r];
   const int64_t once = keys_at_once(p);
-  for (int64_t j = k.from; j < k.to; j += once) {
-    const int64_t n = min(once, k.to - j);
+  for (int64_t j = k.from, n; j < k.to; j += n) {
+    n = min(once - j % once, k.to - j);
     float *P = strip ? w.P + (j - k.from) * k.width : w.P;
     if (strip) {
-      const float *then = w.tops + (j - k.from) / once * ROWS; // what the weights are relative to
+      const float *then = w.tops + (j / once - k.from / once) * ROWS; // what the weights are relative to
       for (int64_t r = 0; r < k.width; r += LANES)
         store(factor + r, exp(load(then + r) - load(top + r)) * load(w.inverse + r));
     } else {
