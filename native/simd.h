@@ -126,6 +126,7 @@ INLINE bool finite(float x) { return x - x == 0; }
 static bool all_finite(const float *x, int64_t stride, int64_t rows, int64_t n) {
   vec a = splat(0), b = splat(0);
   float rest = 0;
+  if (stride == n) n *= rows, rows = 1; // one run: narrow rows would be read number by number
   for (int64_t r = 0; r < rows; r++, x += stride) {
     int64_t i = 0;
     for (; i + 2 * LANES <= n; i += 2 * LANES) {
