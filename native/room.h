@@ -83,6 +83,40 @@ struct Scan {
   }
 };
 
+// Scores of M keys and R queries: sums along the features, as most lanes of a vector of queries would stand empty.
+template <int M, int R> INLINE void dots(int64_t E, Matrix keys, const float *queries, int64_t stride, float *P, int64_t width) {
+  vec sums[M][R] = {};
+  for (int64_t e = 0; e < E; e += LANES)
+    UNROLL for (int i = 0; i < M; i++) UNROLL for (int r = 0; r < R; r++)
+      sums[i][r] += load(keys.data + i * keys.stride + e) * load(queries + r * stride + e);
+  UNROLL for (int i = 0; i < M; i++) UNROLL for (int r = 0; r < R; r++) P[i * width + r] = sum(sums[i][r]);
+}
+
+// The scores of few queries: what takes long is the way of keys and values from memory, so the next ones are called for.
+constexpr int64_t FEW = 8;
+static void few_scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
+  const int64_t E = padded(p.E), size = p.dtype == Dtype::f32 ? 4 : 2;
+  const Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, LANES, w.keys);
+  for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, splat(0));
+  for (int64_t j = 0, m; j < n; j += m) {
+    m = n - j >= 4 ? 4 : 1;
+    for (int64_t i = j; i < j + m; i++) {
+      const char *key = (const char *)p.key.data + at(p.key, k.b, k.kv, min(from + i + KEYS, p.S - 1)) * size;
+      const char *value = (const char *)p.value.data + at(p.value, k.b, k.kv, min(from + i + KEYS, p.S - 1)) * size;
+      for (int64_t x = 0; x < p.E * size; x += 64) __builtin_prefetch(key + x, 0, 2);
+      for (int64_t x = 0; x < p.Ev * size; x += 64) __builtin_prefetch(value + x, 0, 2);
+    }
+    for (int64_t r = 0; r < k.count;) {
+      const Matrix keys = {K.data + j * K.stride, K.stride};
+      const float *queries = w.rows + r * E;
+      float *to = P + j * k.width + r;
+      if (m == 4 && k.count - r >= 4) dots<4, 4>(E, keys, queries, E, to, k.width), r += 4;
+      else if (m == 4) dots<4, 1>(E, keys, queries, E, to, k.width), r++;
+      else dots<1, 1>(E, keys, queries, E, to, k.width), r++;
+    }
+  }
+}
+
 // The scores of n keys.
 static void scores(const Problem &p, const Block &k, Room &w, int64_t from, int64_t n, float *P) {
   if (w.pieces) {
@@ -91,6 +125,7 @@ static void scores(const Problem &p, const Block &k, Room &w, int64_t from, int6
       for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * splat(p.scale));
     return;
   }
+  if (k.count <= FEW && p.E >= 32) return few_scores(p, k, w, from, n, P);
   Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, 1, w.keys);
   matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, w.query, k.width, P, k.width, false);
 }
