@@ -96,7 +96,8 @@ struct Turned {
   }
   // start is a multiple of 32
   Tiles of(const Problem &p, const Block &k, const View &v, int64_t start, int64_t stop) {
-    reached.extend(start, min(p.S, stop + stop % 2), [&](int64_t a, int64_t b) {
+    reached.extend(start, stop, [&](int64_t a, int64_t b) {
+      a -= a % 2; // a word that is half there comes again; beyond stop there may be a NaN that nobody has looked for
       for (int64_t c = a - a % 32; c < b; c += 32) read(p, k, v, c, max(a, c), min(b, c + 32));
     });
     return {words + (start - base) / 32 * chunk, pieces * TILE, chunk};
