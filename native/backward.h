@@ -17,15 +17,15 @@ struct BackwardRoom {
   float *lse, *lse_rest, *delta;
   float *slopes; // of the capped scores
   int pieces; // of the products' numbers
-  Right query_right, context_right, query_rows_right, context_rows_right, dS_right;
+  Factor query_right, context_right, query_rows_right, context_rows_right, dS_right, weights_left;
   Tiles Q, dC, Q_rows, dC_rows;
-  Left weights_left;
   Keys key_tiles, value_tiles;
   Turned turned_keys;
 
   BackwardRoom(const Problem &p, Arena &a)
-      : pieces(backward_pieces_of(p)), query_right(a, pieces, p.E, ROWS), context_right(a, pieces, p.Ev, ROWS), query_rows_right(a, pieces, ROWS, p.E),
-        context_rows_right(a, pieces, ROWS, p.Ev), dS_right(a, pieces, BACKWARD_KEYS, ROWS), weights_left(a, pieces, BACKWARD_KEYS, ROWS),
+      : pieces(backward_pieces_of(p)), query_right(a, pieces, p.E, ROWS), context_right(a, pieces, p.Ev, ROWS),
+        query_rows_right(a, pieces, ROWS, p.E), context_rows_right(a, pieces, ROWS, p.Ev),
+        dS_right(a, pieces, BACKWARD_KEYS, ROWS), weights_left(a, pieces, ROWS, BACKWARD_KEYS),
         key_tiles(a, pieces, p.S, p.E), value_tiles(a, pieces, p.S, p.Ev), turned_keys(a, pieces, p.S, p.E) {
     const int64_t n = min(BACKWARD_KEYS, max(p.S, 1));
     query_rows = a.take(ROWS * padded(p.E));
@@ -54,10 +54,10 @@ static void read_block(const Problem &p, Block &k, BackwardRoom &w) {
   Scan::rows(p, w.query_rows, padded(p.E), k.count, padded(p.E));
   Scan::rows(p, w.context_rows, padded(p.Ev), k.count, padded(p.Ev));
   if (w.pieces) {
-    w.Q = w.query_right.of(w.query, p.E, k.width);
-    w.dC = w.context_right.of(w.context, p.Ev, k.width);
-    w.Q_rows = w.query_rows_right.of(w.query_rows, k.width, padded(p.E));
-    w.dC_rows = w.context_rows_right.of(w.context_rows, k.width, padded(p.Ev));
+    w.Q = w.query_right.right(w.query, p.E, k.width);
+    w.dC = w.context_right.right(w.context, p.Ev, k.width);
+    w.Q_rows = w.query_rows_right.right(w.query_rows, k.width, padded(p.E));
+    w.dC_rows = w.context_rows_right.right(w.context_rows, k.width, padded(p.Ev));
   }
   for (int64_t r = 0; r < k.width; r++) {
     w.lse[r] = INF; // of a dead row all weights are 0
@@ -139,10 +139,10 @@ static void add_gradients(const Problem &p, const Block &k, const BackwardRoom &
 // The same in tiles; dquery is turned.
 static void add_gradients_by_tiles(const Problem &p, const Block &k, BackwardRoom &w, int64_t from, int64_t n, float *sums) {
   const int64_t wide = padded(p.E), tall = padded(p.Ev), stride = wide + tall, rows = steps_of(k.width);
-  matmul_tiles(w.pieces, n, tall, rows, w.weights_left.of(w.P, n, k.width), w.dC_rows, sums + wide, stride, true);
-  matmul_tiles(w.pieces, n, wide, rows, w.weights_left.of(w.dS, n, k.width), w.Q_rows, sums, stride, true);
+  matmul_tiles(w.pieces, n, tall, rows, w.weights_left.left(w.P, n, k.width), w.dC_rows, sums + wide, stride, true);
+  matmul_tiles(w.pieces, n, wide, rows, w.weights_left.left(w.dS, n, k.width), w.Q_rows, sums, stride, true);
   const Tiles K = w.turned_keys.of(p, k, p.key, from, from + n);
-  matmul_tiles(w.pieces, wide, k.width, steps_of(n), K, w.dS_right.of(w.dS, n, k.width), w.dquery, k.width, true);
+  matmul_tiles(w.pieces, wide, k.width, steps_of(n), K, w.dS_right.right(w.dS, n, k.width), w.dquery, k.width, true);
 }
 
 static void backward(const Problem *problem, float *scratch, int64_t task) {

@@ -107,7 +107,7 @@ static void add_context(const Problem &p, const Block &k, const Room &w, const S
 
 // The same turned: context^T = alpha context^T + V^T weights, which the softmax has left in tiles.
 static void add_context_by_tiles(const Problem &p, const Block &k, Room &w, const Sums &s, int64_t from, int64_t n) {
-  if (p.dropout.on) w.P_right.of(w.kept, n, k.width);
+  if (p.dropout.on) w.P_right.right(w.kept, n, k.width);
   const Tiles V = w.turned_values.of(p, k, p.value, from, from + n);
   matmul_tiles(w.pieces, padded(p.Ev), k.width, steps_of(n), V, w.P_right.tiles(), s.context, k.width, !s.fresh, w.alpha);
 }

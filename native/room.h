@@ -42,14 +42,14 @@ struct Room {
   float *P, *grid, *grid_rows, *kept, *keys, *values;
   float *alpha, *inverse, *tops;  // [ROWS], [ROWS], [blocks of keys in a strip][ROWS]
   int pieces; // of the products' numbers
-  Right query_right, P_right;
+  Factor query_right, P_right;
   Tiles Q;
   Keys key_tiles;
   Turned turned_values;
 
   Room(const Problem &p, Arena &a)
-      : pieces(pieces_of(p)), query_right(a, pieces, p.E, ROWS), P_right(a, pieces, keys_at_once(p), ROWS), key_tiles(a, pieces, keys_in_tiles(p), p.E),
-        turned_values(a, pieces, keys_in_tiles(p), p.Ev) {
+      : pieces(pieces_of(p)), query_right(a, pieces, p.E, ROWS), P_right(a, pieces, keys_at_once(p), ROWS),
+        key_tiles(a, pieces, keys_in_tiles(p), p.E), turned_values(a, pieces, keys_in_tiles(p), p.Ev) {
     const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
     rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
@@ -144,7 +144,7 @@ static void cap(const Problem &p, int64_t n, float *P, float *slopes) {
 static void read_queries(const Problem &p, const Block &k, Room &w) {
   read_rows(p, k, p.query, p.E, scales_late(p, w.pieces) ? 1 : p.scale, w.rows, padded(p.E), w.query);
   Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
-  if (w.pieces) w.Q = w.query_right.of(w.query, p.E, k.width);
+  if (w.pieces) w.Q = w.query_right.right(w.query, p.E, k.width);
 }
 
 // Scores of n keys, hidden ones -inf; false if the grid hides them all.
