@@ -102,7 +102,7 @@ struct Kernels {
   double (*multiply_adds)(int64_t rounds); // how many multiply-adds were done, all in registers
 };
 
-constexpr int64_t ROWS = 64;    // query rows in a block
-constexpr int64_t KEYS = 256;   // keys at a time, at most; runs of keys are multiples of it
+constexpr int64_t ROWS = 64;     // query rows in a block
+constexpr int64_t KEYS = 256;    // runs and chunks of keys are multiples of it
 constexpr int64_t TOGETHER = 32; // blocks that go over a chunk of keys before the next chunk comes, at most
-constexpr int64_t STRIP = 4096; // keys whose weights can be kept until their sum is known: 1 MiB
+constexpr int64_t STRIP = 4096;  // keys whose weights can be kept until their sum is known: 1 MiB

@@ -2,30 +2,31 @@
 //
 //   dV = W~^T dC      dW = dC V^T      dS = W * (kept dW - sum(dC * C))      dQ = scale dS K      dK = scale dS^T Q
 //
-// (of capped scores dS times their slope, in dQ and dK) with W the weights, W~ the kept ones, C the context. dK and dV are summed within a task, then over the tasks in
-// their order, so that a fixed number of threads gives the same bits.
+// (of capped scores dS times their slope, in dQ and dK) with W the weights, W~ the kept ones, C the context. dK and dV
+// are summed within a task, then over the tasks in their order, so that a fixed number of threads gives the same bits.
 #pragma once
 #include "forward.h"
 
 namespace {
 
-constexpr int64_t BACKWARD_KEYS = 128;
+constexpr int64_t BACKWARD_KEYS = 128; // keys at a time
 
 struct BackwardRoom {
   float *query_rows, *query, *context_rows, *context; // query and the context's gradient: rows, and turned
   float *dquery, *P, *dS, *grid, *grid_rows, *keys, *values;
   float *lse, *lse_rest, *delta;
   float *slopes; // of the capped scores
-  int pieces; // of the products' numbers
-  Right query_right, context_right, query_rows_right, context_rows_right, dS_right;
+  Matrix K;      // the keys at hand, where products don't go by tiles
+  int pieces;    // of the products' numbers
+  Factor query_right, context_right, query_rows_right, context_rows_right, dS_right, weights_left;
   Tiles Q, dC, Q_rows, dC_rows;
-  Left weights_left;
   Keys key_tiles, value_tiles;
   Turned turned_keys;
 
   BackwardRoom(const Problem &p, Arena &a)
-      : pieces(backward_pieces_of(p)), query_right(a, pieces, p.E, ROWS), context_right(a, pieces, p.Ev, ROWS), query_rows_right(a, pieces, ROWS, p.E),
-        context_rows_right(a, pieces, ROWS, p.Ev), dS_right(a, pieces, BACKWARD_KEYS, ROWS), weights_left(a, pieces, BACKWARD_KEYS, ROWS),
+      : pieces(backward_pieces_of(p)), query_right(a, pieces, p.E, ROWS), context_right(a, pieces, p.Ev, ROWS),
+        query_rows_right(a, pieces, ROWS, p.E), context_rows_right(a, pieces, ROWS, p.Ev),
+        dS_right(a, pieces, BACKWARD_KEYS, ROWS), weights_left(a, pieces, ROWS, BACKWARD_KEYS),
         key_tiles(a, pieces, p.S, p.E), value_tiles(a, pieces, p.S, p.Ev), turned_keys(a, pieces, p.S, p.E) {
     const int64_t n = min(BACKWARD_KEYS, max(p.S, 1));
     query_rows = a.take(ROWS * padded(p.E));
@@ -49,15 +50,15 @@ struct BackwardRoom {
 // The block's query rows, the gradient of their context, and the sum of each row's dC * C.
 static void read_block(const Problem &p, Block &k, BackwardRoom &w) {
   for (int64_t r = 0; r < k.count; r++) k.dead[r] = k.dead[r] || p.seen.lse[2 * k.row(p, r)] == -INF;
-  read_rows(p, k, p.query, p.E, scales_late(p, w.pieces) ? 1 : p.scale, w.query_rows, padded(p.E), w.query);
+  read_rows(p, k, p.query, p.E, early_scale(p, w.pieces), w.query_rows, padded(p.E), w.query);
   read_rows(p, k, p.gradient.context, p.Ev, 1, w.context_rows, padded(p.Ev), w.context);
   Scan::rows(p, w.query_rows, padded(p.E), k.count, padded(p.E));
   Scan::rows(p, w.context_rows, padded(p.Ev), k.count, padded(p.Ev));
   if (w.pieces) {
-    w.Q = w.query_right.of(w.query, p.E, k.width);
-    w.dC = w.context_right.of(w.context, p.Ev, k.width);
-    w.Q_rows = w.query_rows_right.of(w.query_rows, k.width, padded(p.E));
-    w.dC_rows = w.context_rows_right.of(w.context_rows, k.width, padded(p.Ev));
+    w.Q = w.query_right.right(w.query, p.E, k.width);
+    w.dC = w.context_right.right(w.context, p.Ev, k.width);
+    w.Q_rows = w.query_rows_right.right(w.query_rows, k.width, padded(p.E));
+    w.dC_rows = w.context_rows_right.right(w.context_rows, k.width, padded(p.Ev));
   }
   for (int64_t r = 0; r < k.width; r++) {
     w.lse[r] = INF; // of a dead row all weights are 0
@@ -74,24 +75,23 @@ static void read_block(const Problem &p, Block &k, BackwardRoom &w) {
 }
 
 // P = scores and dS = the gradient of the weights, before masks and dropout.
-static void products(const Problem &p, const Block &k, BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
+static void products(const Problem &p, const Block &k, BackwardRoom &w, int64_t from, int64_t n) {
   if (w.pieces) {
-    matmul_tiles(w.pieces, n, k.width, steps_of(p.E), w.key_tiles.of(p, k, p.key, from, from + n), w.Q, w.P, k.width, false);
+    scores_by_tiles(p, k, w, from, n, w.P);
     matmul_tiles(w.pieces, n, k.width, steps_of(p.Ev), w.value_tiles.of(p, k, p.value, from, from + n), w.dC, w.dS, k.width, false);
-    if (scales_late(p, w.pieces))
-      for (int64_t i = 0; i < n * k.width; i += LANES) store(w.P + i, load(w.P + i) * splat(p.scale));
     return;
   }
-  matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, w.query, k.width, w.P, k.width, false);
+  w.K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, LANES, w.keys);
+  matmul<false>(n, k.width / LANES, p.E, w.K.data, w.K.stride, w.query, k.width, w.P, k.width, false);
   Matrix V = rows_of(p.value, p.dtype, at(p.value, k.b, k.kv, from), n, p.Ev, 1, w.values);
   matmul<false>(n, k.width / LANES, p.Ev, V.data, V.stride, w.context, k.width, w.dS, k.width, false);
 }
 
 // P = the kept weights and dS = the gradient of the scores, capped ones, [key][row]; false: all hidden.
-static bool gradients_of_scores(const Problem &p, const Block &k, BackwardRoom &w, Matrix K, int64_t from, int64_t n) {
+static bool gradients_of_scores(const Problem &p, const Block &k, BackwardRoom &w, int64_t from, int64_t n) {
   const int64_t width = k.width;
   if (has_grid(p) && !read_grid(p, k, from, n, w.grid, w.grid_rows)) return false;
-  products(p, k, w, K, from, n);
+  products(p, k, w, from, n);
   if (p.softcap > 0) cap(p, n * width, w.P, w.slopes);
   hide(k, from, n, has_grid(p) ? w.grid : nullptr, w.P);
   for (int64_t j = 0; j < n; j++)
@@ -123,26 +123,26 @@ static size_t backward_partial(const Problem *p) { return p->S * (padded(p->E) +
 
 static void write_key(const Problem &p, int64_t head, int64_t j, const float *sums) {
   const int64_t b = head / p.Hkv, kv = head % p.Hkv;
-  const float factor = scales_late(p, backward_pieces_of(p)) ? p.scale : 1; // else the query was read times scale
+  const float factor = scales_late(p, backward_pieces_of(p)) ? p.scale : 1; // else the queries were read times scale
   write_row(p.gradient.key, p.dtype, at(p.gradient.key, b, kv, j), p.E, factor, sums);
   write_row(p.gradient.value, p.dtype, at(p.gradient.value, b, kv, j), p.Ev, 1, sums + padded(p.E));
 }
 
 // Sums of a block of keys: sums += (dK, dV) and dquery += dQ.
-static void add_gradients(const Problem &p, const Block &k, const BackwardRoom &w, Matrix K, int64_t n, float *sums) {
+static void add_gradients(const Problem &p, const Block &k, const BackwardRoom &w, int64_t n, float *sums) {
   const int64_t wide = padded(p.E), tall = padded(p.Ev), stride = wide + tall;
   matmul<false>(n, tall / LANES, k.count, w.P, k.width, w.context_rows, tall, sums + wide, stride, true);
   matmul<false>(n, wide / LANES, k.count, w.dS, k.width, w.query_rows, wide, sums, stride, true);
-  matmul<true>(k.count, wide / LANES, n, w.dS, k.width, K.data, K.stride, w.dquery, wide, true);
+  matmul<true>(k.count, wide / LANES, n, w.dS, k.width, w.K.data, w.K.stride, w.dquery, wide, true);
 }
 
 // The same in tiles; dquery is turned.
 static void add_gradients_by_tiles(const Problem &p, const Block &k, BackwardRoom &w, int64_t from, int64_t n, float *sums) {
   const int64_t wide = padded(p.E), tall = padded(p.Ev), stride = wide + tall, rows = steps_of(k.width);
-  matmul_tiles(w.pieces, n, tall, rows, w.weights_left.of(w.P, n, k.width), w.dC_rows, sums + wide, stride, true);
-  matmul_tiles(w.pieces, n, wide, rows, w.weights_left.of(w.dS, n, k.width), w.Q_rows, sums, stride, true);
+  matmul_tiles(w.pieces, n, tall, rows, w.weights_left.left(w.P, n, k.width), w.dC_rows, sums + wide, stride, true);
+  matmul_tiles(w.pieces, n, wide, rows, w.weights_left.left(w.dS, n, k.width), w.Q_rows, sums, stride, true);
   const Tiles K = w.turned_keys.of(p, k, p.key, from, from + n);
-  matmul_tiles(w.pieces, wide, k.width, steps_of(n), K, w.dS_right.of(w.dS, n, k.width), w.dquery, k.width, true);
+  matmul_tiles(w.pieces, wide, k.width, steps_of(n), K, w.dS_right.right(w.dS, n, k.width), w.dquery, k.width, true);
 }
 
 static void backward(const Problem *problem, float *scratch, int64_t task) {
@@ -164,13 +164,11 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
     memset(w.dquery, 0, ROWS * wide * 4);
     for (int64_t j = k.from; j < k.to; j += BACKWARD_KEYS) {
       const int64_t n = min(BACKWARD_KEYS, k.to - j);
-      Matrix K{};
-      if (!w.pieces) K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, j), n, p.E, LANES, w.keys);
-      if (!gradients_of_scores(p, k, w, K, j, n)) continue;
+      if (!gradients_of_scores(p, k, w, j, n)) continue;
       if (p.softcap > 0)
         for (int64_t i = 0; i < n * k.width; i += LANES) store(w.dS + i, load(w.dS + i) * load(w.slopes + i));
       if (w.pieces) add_gradients_by_tiles(p, k, w, j, n, sums + j * stride);
-      else add_gradients(p, k, w, K, n, sums + j * stride);
+      else add_gradients(p, k, w, n, sums + j * stride);
     }
     const float *dquery = w.dquery;
     if (w.pieces) {
@@ -219,8 +217,7 @@ static void bias_backward(const Problem *problem, float *scratch, int64_t task) 
         read_block(p, k, w);
         for (int64_t j = k.from; j < k.to; j += BACKWARD_KEYS) {
           const int64_t n = min(BACKWARD_KEYS, k.to - j);
-          Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, j), n, p.E, 1, w.keys);
-          if (!gradients_of_scores(p, k, w, K, j, n)) continue;
+          if (!gradients_of_scores(p, k, w, j, n)) continue;
           for (int64_t r = 0; r < k.count; r++) {
             if (k.dead[r]) continue;
             float *row = (float *)to.data + b * to.batch + h * to.head + k.query[r] * to.query + j * to.key;

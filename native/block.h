@@ -28,15 +28,16 @@ INLINE int pieces_of(const Problem &p) {
   return MOST_PIECES == 3 && rows >= 256 && p.S >= 256 && p.E >= 24 && p.Ev >= 24 ? 3 : 0;
 }
 
-// Whether scores are scaled after they are summed: bfloat16 queries times a scale would be rounded, but by a power of two.
+// Whether scores are scaled after they are summed: bfloat16 queries times a scale that is no power of two would be rounded.
 INLINE bool scales_late(const Problem &p, int pieces) {
   uint32_t bits;
   memcpy(&bits, &p.scale, 4);
   return pieces == 1 && bits & 0x7fffff;
 }
+INLINE float early_scale(const Problem &p, int pieces) { return scales_late(p, pieces) ? 1 : p.scale; } // of the queries
 
 // Of a backward pass: taking weights and their gradients apart, both ways, costs what the products gain.
-INLINE int backward_pieces_of(const Problem &p) { return min(pieces_of(p), 1) * (p.dtype == Dtype::bf16); }
+INLINE int backward_pieces_of(const Problem &p) { return p.dtype == Dtype::bf16 ? pieces_of(p) : 0; }
 
 struct Block {
   int64_t b, kv;                  // batch item, key/value head
@@ -109,7 +110,7 @@ static void begin(const Problem &p, Block &k, int64_t task_head, int64_t first, 
     k.low[r] = k.dead[r] ? 0 : low;
     k.high[r] = k.dead[r] ? p.S : high;
   }
-  if (pieces_of(p)) k.from -= k.from % 32; // what a row doesn't see of them is hidden
+  if (pieces_of(p)) k.from -= k.from % 32; // where a tile begins; what a row doesn't see of it is hidden
 }
 
 // The block'th of a key/value head.

@@ -6,7 +6,7 @@
 namespace {
 
 // P becomes e^(P - top), for N vectors of rows; sums go on, alpha is what earlier sums were multiplied by. With PIECES
-// it goes into the right factor `to`, and stays in P only with KEEP.
+// the weights go into the right factor `to`, and stay in P only with KEEP.
 template <int N, bool SURPRISE, bool FAR, int PIECES, bool KEEP>
 static void softmax(const Block &k, int64_t row, int64_t from, int64_t n, float shift, float *P, const Sums &s, float *alpha, Tiles to) {
   const int64_t width = k.width;
@@ -107,7 +107,7 @@ static void add_context(const Problem &p, const Block &k, const Room &w, const S
 
 // The same turned: context^T = alpha context^T + V^T weights, which the softmax has left in tiles.
 static void add_context_by_tiles(const Problem &p, const Block &k, Room &w, const Sums &s, int64_t from, int64_t n) {
-  if (p.dropout.on) w.P_right.of(w.kept, n, k.width);
+  if (p.dropout.on) w.P_right.right(w.kept, n, k.width);
   const Tiles V = w.turned_values.of(p, k, p.value, from, from + n);
   matmul_tiles(w.pieces, padded(p.Ev), k.width, steps_of(n), V, w.P_right.tiles(), s.context, k.width, !s.fresh, w.alpha);
 }
@@ -134,9 +134,8 @@ static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t f
     if (p.seen.groups) add_mass(p, k, j, n, P, s, w.alpha);
     if (!p.context.data) continue; // statistics alone
     if (p.dropout.on) drop(p, k, j, n, P, w.kept);
-    const float *weights = p.dropout.on ? w.kept : P;
     if (w.pieces) add_context_by_tiles(p, k, w, s, j, n);
-    else add_context(p, k, w, s, j, n, weights);
+    else add_context(p, k, w, s, j, n, p.dropout.on ? w.kept : P);
     s.fresh = false;
   }
 }

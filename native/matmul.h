@@ -9,20 +9,9 @@ template <int N> struct Count {
   static constexpr int value = N;
 };
 
-// A pair of bfloat16 in each 32-bit word, or floats.
-template <bool PAIRS> INLINE vec multiply_add(vec a, vec b, vec c) {
-#if defined(__AVX512BF16__)
-  if constexpr (PAIRS) return (vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
-#endif
-  return c + a * b;
-}
-
-// A number of A; where it is a pair, rows may start between words.
-typedef float word __attribute__((aligned(2), may_alias));
-
 // M rows by N vectors of C in registers. TURNED: A is stored [k][m] instead of [m][k]. Sums start at 0 and are
 // added to C once, so a long sum over blocks of keys rounds once a block, not once a key.
-template <int M, int N, bool TURNED, bool PAIRS>
+template <int M, int N, bool TURNED>
 INLINE void tile(int64_t K, const float *A, int64_t a_stride, const float *B, int64_t b_stride, float *C,
                  int64_t c_stride, bool add) {
   vec c[M][N];
@@ -31,8 +20,8 @@ INLINE void tile(int64_t K, const float *A, int64_t a_stride, const float *B, in
     vec b[N];
     UNROLL for (int j = 0; j < N; j++) b[j] = load(B + k * b_stride + j * LANES);
     UNROLL for (int i = 0; i < M; i++) {
-      vec a = splat(((const word *)A)[TURNED ? k * a_stride + i : i * a_stride + k]);
-      UNROLL for (int j = 0; j < N; j++) c[i][j] = multiply_add<PAIRS>(a, b[j], c[i][j]);
+      vec a = splat(A[TURNED ? k * a_stride + i : i * a_stride + k]);
+      UNROLL for (int j = 0; j < N; j++) c[i][j] += a * b[j];
     }
   }
   if (add) {
@@ -42,14 +31,14 @@ INLINE void tile(int64_t K, const float *A, int64_t a_stride, const float *B, in
 }
 
 // As many rows of C at a time as the registers hold beside N vectors of B.
-template <int N, bool TURNED, bool PAIRS>
+template <int N, bool TURNED>
 static void panel(int64_t m, int64_t K, const float *A, int64_t a_stride, const float *B, int64_t b_stride, float *C,
                   int64_t c_stride, bool add) {
   constexpr int M = REGISTERS == 32 ? (N == 4 ? 6 : N == 3 ? 8 : 12) : N == 2 ? (LANES == 4 ? 4 : 6) : (LANES == 4 ? 8 : 12);
   int64_t i = 0;
   auto rows = [&](auto count) __attribute__((always_inline)) {
     constexpr int R = decltype(count)::value;
-    tile<R, N, TURNED, PAIRS>(K, A + i * (TURNED ? 1 : a_stride), a_stride, B, b_stride, C + i * c_stride, c_stride, add);
+    tile<R, N, TURNED>(K, A + i * (TURNED ? 1 : a_stride), a_stride, B, b_stride, C + i * c_stride, c_stride, add);
     i += R;
   };
   while (i + M <= m) rows(Count<M>{});
@@ -60,13 +49,13 @@ static void panel(int64_t m, int64_t K, const float *A, int64_t a_stride, const 
 }
 
 // C[m][vectors * LANES] (+)= A[m][K] B[K][vectors * LANES]
-template <bool TURNED, bool PAIRS = false>
+template <bool TURNED>
 static void matmul(int64_t m, int64_t vectors, int64_t K, const float *A, int64_t a_stride, const float *B,
                    int64_t b_stride, float *C, int64_t c_stride, bool add) {
   int64_t j = 0;
   auto columns = [&](auto count) __attribute__((always_inline)) {
     constexpr int N = decltype(count)::value;
-    panel<N, TURNED, PAIRS>(m, K, A, a_stride, B + j * LANES, b_stride, C + j * LANES, c_stride, add);
+    panel<N, TURNED>(m, K, A, a_stride, B + j * LANES, b_stride, C + j * LANES, c_stride, add);
     j += N;
   };
   if constexpr (REGISTERS == 32) {

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int64_t CHUNK = 768 << 10; // bytes
 
-// Keys at a time: their weights, and the pieces of them, stay in the first cache.
+// Keys at a time: the weights of 64 stay in the first cache. Tiles take more, as adding to the contexts costs them more.
 INLINE int64_t keys_at_once(const Problem &p) { return pieces_of(p) ? 128 : 64; }
 
 // Keys that stay in the second cache with their values, as they are multiplied.
@@ -18,34 +18,21 @@ INLINE int64_t keys_in_chunk(const Problem &p) {
 // Keys to take apart at a time. `received` needs a block's weights of all keys before the next block comes.
 INLINE int64_t keys_in_tiles(const Problem &p) { return p.seen.received ? p.S : min(p.S, keys_in_chunk(p)); }
 
-// Room for a right factor of so many rows and columns.
-struct Right {
+// Room for a factor: `summed` numbers along the summed axis, and `across` rows of a left one or columns of a right one.
+struct Factor {
   int pieces;
   int64_t steps;
   float *data;
 
-  Right(Arena &a, int pieces, int64_t rows, int64_t columns) : pieces(pieces), steps(steps_of(rows)) {
-    data = a.take(pieces * steps * padded(columns) / 16 * TILE);
-  }
+  Factor(Arena &a, int pieces, int64_t summed, int64_t across)
+      : pieces(pieces), steps(steps_of(summed)), data(a.take(pieces * steps * (padded(across) / 16) * TILE)) {}
   Tiles tiles() const { return {data, steps * pieces * TILE, pieces * TILE}; }
-  Tiles of(const float *x, int64_t rows, int64_t width) const {
-    right_factor(pieces, x, rows, width, tiles());
+  Tiles left(const float *x, int64_t rows, int64_t width) const {
+    for (int64_t r = 0; r < rows; r++) left_row(pieces, x + r * width, width, r, tiles());
     return tiles();
   }
-};
-
-// Room for a left factor of so many rows and columns.
-struct Left {
-  int pieces;
-  int64_t steps;
-  float *data;
-
-  Left(Arena &a, int pieces, int64_t rows, int64_t columns) : pieces(pieces), steps(steps_of(columns)) {
-    data = a.take(pieces * steps * ((rows + 31) / 32 * 2) * TILE);
-  }
-  Tiles tiles() const { return {data, steps * pieces * TILE, pieces * TILE}; }
-  Tiles of(const float *x, int64_t rows, int64_t width) const {
-    for (int64_t r = 0; r < rows; r++) left_row(pieces, x + r * width, width, r, tiles());
+  Tiles right(const float *x, int64_t rows, int64_t width) const {
+    right_factor(pieces, x, rows, width, tiles());
     return tiles();
   }
 };
@@ -53,11 +40,11 @@ struct Left {
 // A chunk of a tensor like the key, from `base` on, as a left factor whose rows are keys; read as blocks come to them.
 struct Keys {
   int64_t n, base = 0;
-  Left left;
+  Factor factor;
   float *row;
   Reached reached;
 
-  Keys(Arena &a, int pieces, int64_t keys, int64_t n) : n(n), left(a, pieces, keys, n), row(a.take(padded(n))) {}
+  Keys(Arena &a, int pieces, int64_t keys, int64_t n) : n(n), factor(a, pieces, n, keys), row(a.take(padded(n))) {}
   void begin(int64_t first) {
     reached = {};
     base = first;
@@ -68,10 +55,10 @@ struct Keys {
     reached.extend(start, stop, [&](int64_t a, int64_t b) {
       for (int64_t j = a; j < b; j++) {
         read_row(v, p.dtype, at(v, k.b, k.kv, j), n, 1, row);
-        left_row(left.pieces, row, padded(n), j - base, left.tiles());
+        left_row(factor.pieces, row, padded(n), j - base, factor.tiles());
       }
     });
-    Tiles t = left.tiles();
+    const Tiles t = factor.tiles();
     return {t.at((start - base) / 16, 0), t.across, t.along};
   }
 };
@@ -84,7 +71,7 @@ struct Turned {
   Reached reached;
 
   Turned(Arena &a, int pieces, int64_t keys, int64_t n)
-      : pieces(pieces), n(n), height(padded(n)), chunk(pieces * (n + 31) / 32 * 2 * TILE) {
+      : pieces(pieces), n(n), height(padded(n)), chunk(pieces * (height / 16) * TILE) {
     words = a.take(steps_of(keys) * chunk);
     rows = a.take(pieces ? 32 * height : 0);
     pairs = a.take(chunk);
@@ -96,7 +83,8 @@ struct Turned {
   }
   // start is a multiple of 32
   Tiles of(const Problem &p, const Block &k, const View &v, int64_t start, int64_t stop) {
-    reached.extend(start, min(p.S, stop + stop % 2), [&](int64_t a, int64_t b) {
+    reached.extend(start, stop, [&](int64_t a, int64_t b) {
+      a -= a % 2; // a word that is half there comes again; beyond stop there may be a NaN that nobody has looked for
       for (int64_t c = a - a % 32; c < b; c += 32) read(p, k, v, c, max(a, c), min(b, c + 32));
     });
     return {words + (start - base) / 32 * chunk, pieces * TILE, chunk};

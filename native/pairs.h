@@ -145,7 +145,8 @@ static void end_tiles() {}
 
 // C[m][width] = A B, written up to a multiple of 16 rows; or C = factor C + A B, with a factor for each column, or 1.
 template <int PIECES>
-static void matmul_tiles(int64_t m, int64_t width, int64_t steps, Tiles A, Tiles B, float *C, int64_t c_stride, bool add, const float *factor) {
+static void matmul_tiles(int64_t m, int64_t width, int64_t steps, Tiles A, Tiles B, float *C, int64_t c_stride, bool add,
+                         const float *factor) {
   alignas(64) float sums[32 * 32];
   for (int64_t i = 0; i < m; i += 32)
     for (int64_t j = 0; j < width; j += 32) {

@@ -6,7 +6,7 @@ namespace {
 
 // What a block's rows have gathered over the keys so far. Sums are relative to `top`.
 struct Sums {
-  float *context;           // [ROWS][Ev padded], or turned where products go by pairs
+  float *context;           // [ROWS][Ev padded], turned where products go by tiles
   float *top, *sum;         // [ROWS]: the largest score, the sum of e^(score - top)
   float *surprise, *far;    // [ROWS]: sums of e^(score - top) times (score - top), and times the distance
   float *mass;              // [groups][ROWS]
@@ -42,14 +42,14 @@ struct Room {
   float *P, *grid, *grid_rows, *kept, *keys, *values;
   float *alpha, *inverse, *tops;  // [ROWS], [ROWS], [blocks of keys in a strip][ROWS]
   int pieces; // of the products' numbers
-  Right query_right, P_right;
+  Factor query_right, P_right;
   Tiles Q;
   Keys key_tiles;
   Turned turned_values;
 
   Room(const Problem &p, Arena &a)
-      : pieces(pieces_of(p)), query_right(a, pieces, p.E, ROWS), P_right(a, pieces, keys_at_once(p), ROWS), key_tiles(a, pieces, keys_in_tiles(p), p.E),
-        turned_values(a, pieces, keys_in_tiles(p), p.Ev) {
+      : pieces(pieces_of(p)), query_right(a, pieces, p.E, ROWS), P_right(a, pieces, keys_at_once(p), ROWS),
+        key_tiles(a, pieces, keys_in_tiles(p), p.E), turned_values(a, pieces, keys_in_tiles(p), p.Ev) {
     const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
     rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
@@ -117,14 +117,16 @@ static void few_scores(const Problem &p, const Block &k, const Room &w, int64_t 
   }
 }
 
+// The scores of n keys in tiles, in the room of a forward or a backward pass.
+template <class R> static void scores_by_tiles(const Problem &p, const Block &k, R &w, int64_t from, int64_t n, float *P) {
+  matmul_tiles(w.pieces, n, k.width, steps_of(p.E), w.key_tiles.of(p, k, p.key, from, from + n), w.Q, P, k.width, false);
+  if (scales_late(p, w.pieces))
+    for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * splat(p.scale));
+}
+
 // The scores of n keys.
 static void scores(const Problem &p, const Block &k, Room &w, int64_t from, int64_t n, float *P) {
-  if (w.pieces) {
-    matmul_tiles(w.pieces, n, k.width, steps_of(p.E), w.key_tiles.of(p, k, p.key, from, from + n), w.Q, P, k.width, false);
-    if (scales_late(p, w.pieces))
-      for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * splat(p.scale));
-    return;
-  }
+  if (w.pieces) return scores_by_tiles(p, k, w, from, n, P);
   if (k.count <= FEW && p.E >= 32) return few_scores(p, k, w, from, n, P);
   Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, 1, w.keys);
   matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, w.query, k.width, P, k.width, false);
@@ -140,11 +142,11 @@ static void cap(const Problem &p, int64_t n, float *P, float *slopes) {
   }
 }
 
-// The block's queries: times scale and turned, or as pairs.
+// The block's queries, turned; where products go by tiles, in them too.
 static void read_queries(const Problem &p, const Block &k, Room &w) {
-  read_rows(p, k, p.query, p.E, scales_late(p, w.pieces) ? 1 : p.scale, w.rows, padded(p.E), w.query);
+  read_rows(p, k, p.query, p.E, early_scale(p, w.pieces), w.rows, padded(p.E), w.query);
   Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
-  if (w.pieces) w.Q = w.query_right.of(w.query, p.E, k.width);
+  if (w.pieces) w.Q = w.query_right.right(w.query, p.E, k.width);
 }
 
 // Scores of n keys, hidden ones -inf; false if the grid hides them all.

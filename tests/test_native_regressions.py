@@ -11,6 +11,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.backends import BACKENDS
+from clearhead.backends.native_calls import Piece
 from native_checks import isa, isas, needs_kernels, threads
 
 pytestmark = needs_kernels
@@ -78,6 +79,38 @@ def test_a_nan_behind_a_gap_stays_hidden(each_isa: None) -> None:
     clean = ch.attention(query, key, value, mask & ch.KeyPadding(real=real), backend="native")
     value[0, 0, 300] = torch.nan
     assert torch.equal(ch.attention(query, key, value, mask & ch.KeyPadding(real=real), backend="native"), clean)
+
+
+@pytest.mark.parametrize(("dtype", "L", "E"), [(torch.bfloat16, 70, 16), (torch.float32, 300, 32)], ids=str)
+def test_a_nan_behind_an_odd_number_of_keys_stays_hidden(dtype: torch.dtype, L: int, E: int, each_isa: None) -> None:
+    mask = ch.KeyPadding(lengths=[131])
+    results = []
+    for hidden in (0.0, torch.nan):
+        leaves = [drawn(1, 2, n, E, dtype=dtype, seed=i) for i, n in enumerate((L, 300, 300))]
+        for tensor in leaves[1:]:
+            tensor[:, :, 131:] = hidden
+        leaves = [tensor.requires_grad_() for tensor in leaves]
+        out = ch.attention(*leaves, mask, backend="native")
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for clean, dirty in zip(*results, strict=True):
+        assert clean.isfinite().all()
+        assert torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_of_half_precision_are_read_where_they_start(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, each_isa: None
+) -> None:
+    monkeypatch.setattr(Piece, "packed", lambda piece: pytest.fail("what can be read was copied"))
+    wide = [drawn(1, 2, n, 19, dtype=dtype, seed=i) for i, n in enumerate((70, 131, 131, 70))]
+    results = []
+    for kind, backend in ((dtype, "native"), (torch.float64, "reference")):
+        query, key, value, gradient = (tensor.to(kind)[..., 1:17] for tensor in wide)  # 16 of 19 numbers a row
+        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+        out = ch.attention(*leaves, backend=backend)
+        results.append([out, *torch.autograd.grad(out, leaves, gradient)])
+    for found, truth in zip(*results, strict=True):
+        near(found, truth, 2e-2)
 
 
 def test_gradients_of_bfloat16_take_products_of_their_own() -> None:
