@@ -78,6 +78,7 @@ struct Problem {
   int64_t threads;
 
   // Filled in by the driver.
+  int pieces;         // of bfloat16 that numbers are multiplied as (tiles.h); 0: they are multiplied as floats
   int64_t blocks;     // blocks of query rows for each key/value head
   int64_t splits;     // runs of blocks, each a task
   int64_t key_splits; // runs of keys, each a task (few queries, many keys)
@@ -88,10 +89,12 @@ struct Problem {
 
 struct Kernels {
   const char *name;
+  int (*forward_pieces)(const Problem *);
+  int (*backward_pieces)(const Problem *);
   size_t (*forward_scratch)(const Problem *); // floats that a task works in
   size_t (*forward_partial)(const Problem *); // floats that a task leaves
   void (*forward)(const Problem *, float *scratch, int64_t task);
-  void (*forward_merge)(const Problem *, float *scratch, int64_t head); // key_splits > 1
+  void (*forward_merge)(const Problem *, int64_t head); // key_splits > 1
   void (*received)(const Problem *, float *scratch, int64_t task);      // a pass of its own
   void (*received_sum)(const Problem *, int64_t head);
   size_t (*backward_scratch)(const Problem *);

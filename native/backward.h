@@ -17,17 +17,15 @@ struct BackwardRoom {
   float *lse, *lse_rest, *delta;
   float *slopes; // of the capped scores
   Matrix K;      // the keys at hand, where products don't go by tiles
-  int pieces;    // of the products' numbers
   Factor query_right, context_right, query_rows_right, context_rows_right, dS_right, weights_left;
   Tiles Q, dC, Q_rows, dC_rows;
   Keys key_tiles, value_tiles;
   Turned turned_keys;
 
   BackwardRoom(const Problem &p, Arena &a)
-      : pieces(backward_pieces_of(p)), query_right(a, pieces, p.E, ROWS), context_right(a, pieces, p.Ev, ROWS),
-        query_rows_right(a, pieces, ROWS, p.E), context_rows_right(a, pieces, ROWS, p.Ev),
-        dS_right(a, pieces, BACKWARD_KEYS, ROWS), weights_left(a, pieces, ROWS, BACKWARD_KEYS),
-        key_tiles(a, pieces, p.S, p.E), value_tiles(a, pieces, p.S, p.Ev), turned_keys(a, pieces, p.S, p.E) {
+      : query_right(p, a, p.E, ROWS), context_right(p, a, p.Ev, ROWS), query_rows_right(p, a, ROWS, p.E),
+        context_rows_right(p, a, ROWS, p.Ev), dS_right(p, a, BACKWARD_KEYS, ROWS), weights_left(p, a, ROWS, BACKWARD_KEYS),
+        key_tiles(p, a, p.S, p.E), value_tiles(p, a, p.S, p.Ev), turned_keys(p, a, p.S, p.E) {
     const int64_t n = min(BACKWARD_KEYS, max(p.S, 1));
     query_rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
@@ -50,11 +48,11 @@ struct BackwardRoom {
 // The block's query rows, the gradient of their context, and the sum of each row's dC * C.
 static void read_block(const Problem &p, Block &k, BackwardRoom &w) {
   for (int64_t r = 0; r < k.count; r++) k.dead[r] = k.dead[r] || p.seen.lse[2 * k.row(p, r)] == -INF;
-  read_rows(p, k, p.query, p.E, early_scale(p, w.pieces), w.query_rows, padded(p.E), w.query);
+  read_rows(p, k, p.query, p.E, early_scale(p), w.query_rows, padded(p.E), w.query);
   read_rows(p, k, p.gradient.context, p.Ev, 1, w.context_rows, padded(p.Ev), w.context);
   Scan::rows(p, w.query_rows, padded(p.E), k.count, padded(p.E));
   Scan::rows(p, w.context_rows, padded(p.Ev), k.count, padded(p.Ev));
-  if (w.pieces) {
+  if (p.pieces) {
     w.Q = w.query_right.right(w.query, p.E, k.width);
     w.dC = w.context_right.right(w.context, p.Ev, k.width);
     w.Q_rows = w.query_rows_right.right(w.query_rows, k.width, padded(p.E));
@@ -76,9 +74,9 @@ static void read_block(const Problem &p, Block &k, BackwardRoom &w) {
 
 // P = scores and dS = the gradient of the weights, before masks and dropout.
 static void products(const Problem &p, const Block &k, BackwardRoom &w, int64_t from, int64_t n) {
-  if (w.pieces) {
+  if (p.pieces) {
     scores_by_tiles(p, k, w, from, n, w.P);
-    matmul_tiles(w.pieces, n, k.width, steps_of(p.Ev), w.value_tiles.of(p, k, p.value, from, from + n), w.dC, w.dS, k.width, false);
+    matmul_tiles(p.pieces, n, k.width, steps_of(p.Ev), w.value_tiles.of(p, k, p.value, from, from + n), w.dC, w.dS, k.width, false);
     return;
   }
   w.K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, LANES, w.keys);
@@ -123,7 +121,7 @@ static size_t backward_partial(const Problem *p) { return p->S * (padded(p->E) +
 
 static void write_key(const Problem &p, int64_t head, int64_t j, const float *sums) {
   const int64_t b = head / p.Hkv, kv = head % p.Hkv;
-  const float factor = scales_late(p, backward_pieces_of(p)) ? p.scale : 1; // else the queries were read times scale
+  const float factor = scales_late(p) ? p.scale : 1; // else the queries were read times scale
   write_row(p.gradient.key, p.dtype, at(p.gradient.key, b, kv, j), p.E, factor, sums);
   write_row(p.gradient.value, p.dtype, at(p.gradient.value, b, kv, j), p.Ev, 1, sums + padded(p.E));
 }
@@ -139,10 +137,10 @@ static void add_gradients(const Problem &p, const Block &k, const BackwardRoom &
 // The same in tiles; dquery is turned.
 static void add_gradients_by_tiles(const Problem &p, const Block &k, BackwardRoom &w, int64_t from, int64_t n, float *sums) {
   const int64_t wide = padded(p.E), tall = padded(p.Ev), stride = wide + tall, rows = steps_of(k.width);
-  matmul_tiles(w.pieces, n, tall, rows, w.weights_left.left(w.P, n, k.width), w.dC_rows, sums + wide, stride, true);
-  matmul_tiles(w.pieces, n, wide, rows, w.weights_left.left(w.dS, n, k.width), w.Q_rows, sums, stride, true);
+  matmul_tiles(p.pieces, n, tall, rows, w.weights_left.left(w.P, n, k.width), w.dC_rows, sums + wide, stride, true);
+  matmul_tiles(p.pieces, n, wide, rows, w.weights_left.left(w.dS, n, k.width), w.Q_rows, sums, stride, true);
   const Tiles K = w.turned_keys.of(p, k, p.key, from, from + n);
-  matmul_tiles(w.pieces, wide, k.width, steps_of(n), K, w.dS_right.right(w.dS, n, k.width), w.dquery, k.width, true);
+  matmul_tiles(p.pieces, wide, k.width, steps_of(n), K, w.dS_right.right(w.dS, n, k.width), w.dquery, k.width, true);
 }
 
 static void backward(const Problem *problem, float *scratch, int64_t task) {
@@ -153,7 +151,7 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
   BackwardRoom w(p, a);
   float *sums = p.splits == 1 ? a.take(p.S * stride) : p.partial + (head * p.splits + split) * p.S * stride; // dK, dV
   memset(sums, 0, p.S * stride * 4);
-  if (w.pieces) begin_tiles(), w.key_tiles.begin(0), w.value_tiles.begin(0), w.turned_keys.begin(0);
+  if (p.pieces) begin_tiles(), w.key_tiles.begin(0), w.value_tiles.begin(0), w.turned_keys.begin(0);
   Scan scan;
   Block k;
   for (int64_t block = split * p.blocks / p.splits; block < (split + 1) * p.blocks / p.splits; block++) {
@@ -167,11 +165,11 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
       if (!gradients_of_scores(p, k, w, j, n)) continue;
       if (p.softcap > 0)
         for (int64_t i = 0; i < n * k.width; i += LANES) store(w.dS + i, load(w.dS + i) * load(w.slopes + i));
-      if (w.pieces) add_gradients_by_tiles(p, k, w, j, n, sums + j * stride);
+      if (p.pieces) add_gradients_by_tiles(p, k, w, j, n, sums + j * stride);
       else add_gradients(p, k, w, n, sums + j * stride);
     }
     const float *dquery = w.dquery;
-    if (w.pieces) {
+    if (p.pieces) {
       transpose(w.dquery, k.width, p.E, k.width, w.query, wide, wide);
       dquery = w.query;
     }
@@ -180,7 +178,7 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
       write_row(p.gradient.query, p.dtype, at(p.gradient.query, k.b, k.head[r], k.query[r]), p.E, p.scale, dquery + r * wide);
     }
   }
-  if (w.pieces) end_tiles();
+  if (p.pieces) end_tiles();
   if (p.splits == 1)
     for (int64_t j = 0; j < p.S; j++) write_key(p, head, j, sums + j * stride);
 }
@@ -207,11 +205,11 @@ static void bias_backward(const Problem *problem, float *scratch, int64_t task) 
   const int64_t group = p.H / p.Hkv, part = task % tasks, own_head = task / tasks % own_heads, own_batch = task / tasks / own_heads;
   Arena a{scratch};
   BackwardRoom w(p, a);
-  if (w.pieces) begin_tiles();
+  if (p.pieces) begin_tiles();
   Block k;
   for (int64_t b = to.batch ? own_batch : 0; b < (to.batch ? own_batch + 1 : p.B); b++)
     for (int64_t h = to.head ? own_head : 0; h < (to.head ? own_head + 1 : p.H); h++) {
-      if (w.pieces) w.key_tiles.begin(0), w.value_tiles.begin(0);
+      if (p.pieces) w.key_tiles.begin(0), w.value_tiles.begin(0);
       for (int64_t block = to.query ? part : 0; block < (to.query ? part + 1 : blocks); block++) {
         begin(p, k, b * p.Hkv + h / group, h % group * p.L + block * ROWS, min(ROWS, p.L - block * ROWS));
         read_block(p, k, w);
@@ -226,7 +224,7 @@ static void bias_backward(const Problem *problem, float *scratch, int64_t task) 
         }
       }
     }
-  if (w.pieces) end_tiles();
+  if (p.pieces) end_tiles();
 }
 
 } // namespace

@@ -19,25 +19,28 @@ struct Arena {
   }
 };
 
-// Pieces of bfloat16 that the numbers of a forward pass are multiplied as (pairs.h); 0: they are multiplied as floats.
-// Taking numbers apart pays from some queries, keys and features on, by measurement.
-INLINE int pieces_of(const Problem &p) {
+// What `Problem::pieces` is for a forward pass. Taking numbers apart pays from some queries, keys and features on, by
+// measurement; where rows see a part of the keys, from twice as many.
+static int forward_pieces(const Problem *problem) {
+  const Problem &p = *problem;
   const int64_t rows = p.H / p.Hkv * p.L;
   if (p.key_splits != 1 || rows < 32 || p.E < 1 || p.Ev < 1) return 0;
   if (p.dtype == Dtype::bf16) return min(MOST_PIECES, 1);
-  return MOST_PIECES == 3 && rows >= 256 && p.S >= 256 && p.E >= 24 && p.Ev >= 24 ? 3 : 0;
+  const Masking &m = p.mask;
+  const int64_t enough = m.left > -p.L || m.right < p.S - 1 || m.first.data || m.behind.data ? 1024 : 512;
+  return MOST_PIECES == 3 && rows >= enough && p.S >= enough && p.E >= 24 && p.Ev >= 24 ? 3 : 0;
 }
-
-// Whether scores are scaled after they are summed: bfloat16 queries times a scale that is no power of two would be rounded.
-INLINE bool scales_late(const Problem &p, int pieces) {
-  uint32_t bits;
-  memcpy(&bits, &p.scale, 4);
-  return pieces == 1 && bits & 0x7fffff;
-}
-INLINE float early_scale(const Problem &p, int pieces) { return scales_late(p, pieces) ? 1 : p.scale; } // of the queries
 
 // Of a backward pass: taking weights and their gradients apart, both ways, costs what the products gain.
-INLINE int backward_pieces_of(const Problem &p) { return p.dtype == Dtype::bf16 ? pieces_of(p) : 0; }
+static int backward_pieces(const Problem *p) { return p->dtype == Dtype::bf16 ? forward_pieces(p) : 0; }
+
+// Whether scores are scaled after they are summed: bfloat16 queries times a scale that is no power of two would be rounded.
+INLINE bool scales_late(const Problem &p) {
+  uint32_t bits;
+  memcpy(&bits, &p.scale, 4);
+  return p.pieces == 1 && bits & 0x7fffff;
+}
+INLINE float early_scale(const Problem &p) { return scales_late(p) ? 1 : p.scale; } // of the queries
 
 struct Block {
   int64_t b, kv;                  // batch item, key/value head
@@ -110,7 +113,7 @@ static void begin(const Problem &p, Block &k, int64_t task_head, int64_t first, 
     k.low[r] = k.dead[r] ? 0 : low;
     k.high[r] = k.dead[r] ? p.S : high;
   }
-  if (pieces_of(p)) k.from -= k.from % 32; // where a tile begins; what a row doesn't see of it is hidden
+  if (p.pieces) k.from -= k.from % 32; // where a tile begins; what a row doesn't see of it is hidden
 }
 
 // The block'th of a key/value head.

@@ -219,13 +219,14 @@ bool attend(Problem &p) {
     p.key_run = ceil_div(ceil_div(p.S, p.key_splits), KEYS) * KEYS;
     p.key_splits = ceil_div(p.S, p.key_run);
   }
+  p.pieces = K.forward_pieces(&p);
   if (p.key_splits > 1) {
     Partial partial(heads * p.key_splits * K.forward_partial(&p));
     p.partial = partial.data;
     const int64_t tasks = heads * p.key_splits;
     parallel(tasks, threads, K.forward_scratch(&p), [&](float *s, int64_t i) { K.forward(&p, s, i); });
     if (non_finite) return false;
-    parallel(heads, threads, ROWS, [&](float *s, int64_t i) { K.forward_merge(&p, s, i); });
+    parallel(heads, threads, 16, [&](float *, int64_t i) { K.forward_merge(&p, i); });
     if (p.seen.received)
       parallel(tasks, threads, K.forward_scratch(&p), [&](float *s, int64_t i) { K.received(&p, s, i); });
     return true;
@@ -252,6 +253,7 @@ bool attend_backward(Problem &p) {
   if (p.non_finite) p.non_finite = &non_finite;
   p.blocks = ceil_div(rows, ROWS);
   p.splits = p.key_splits = 1;
+  p.pieces = K.backward_pieces(&p);
   p.partial = nullptr;
   // Each split sums its own dK and dV: no more of them than threads need.
   if (threads > 1 && heads < 4 * threads) p.splits = std::max<int64_t>(1, std::min(p.blocks, ceil_div(4 * threads, heads)));

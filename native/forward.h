@@ -78,7 +78,7 @@ static void softmax_rows(const Problem &p, const Block &k, Room &w, int64_t from
     if (!PIECES || keep) softmax_rows<PIECES, true>(p, k, from, n, P, s, w.alpha, w.P_right.tiles());
     else softmax_rows<PIECES, false>(p, k, from, n, P, s, w.alpha, w.P_right.tiles());
   };
-  const int pieces = p.context.data && !p.dropout.on ? w.pieces : 0;
+  const int pieces = p.context.data && !p.dropout.on ? p.pieces : 0;
   if (pieces == 3) run(Count<MOST_PIECES>{});
   else if (pieces == 1) run(Count<MOST_PIECES ? 1 : 0>{});
   else run(Count<0>{});
@@ -109,19 +109,17 @@ static void add_context(const Problem &p, const Block &k, const Room &w, const S
 static void add_context_by_tiles(const Problem &p, const Block &k, Room &w, const Sums &s, int64_t from, int64_t n) {
   if (p.dropout.on) w.P_right.right(w.kept, n, k.width);
   const Tiles V = w.turned_values.of(p, k, p.value, from, from + n);
-  matmul_tiles(w.pieces, padded(p.Ev), k.width, steps_of(n), V, w.P_right.tiles(), s.context, k.width, !s.fresh, w.alpha);
+  matmul_tiles(p.pieces, padded(p.Ev), k.width, steps_of(n), V, w.P_right.tiles(), s.context, k.width, !s.fresh, w.alpha);
 }
 
-// Keys [from, to) into the block's sums, cut at the same places whatever from is. With `strip` the weights stay in P, of
-// all the block's keys.
-static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t from, int64_t to, bool strip) {
-  const int64_t once = keys_at_once(p);
+// Keys [from, to) into the block's sums. With `keep` the weights of all the block's keys stay in P.
+static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t from, int64_t to, bool keep) {
   for (int64_t j = from, n; j < to; j += n) {
-    n = min(once - j % once, to - j);
-    const int64_t step = j / once - k.from / once;
-    float *P = strip ? w.P + (j - k.from) * k.width : w.P;
+    n = next_keys(p, j, to);
+    const int64_t step = j / keys_at_once(p) - k.from / keys_at_once(p);
+    float *P = keep ? w.P + (j - k.from) * k.width : w.P;
     if (!masked_scores(p, k, w, j, n, P)) {
-      if (strip) {
+      if (keep) {
         for (int64_t i = 0; i < n * k.width; i++) P[i] = 0;
         memcpy(w.tops + step * ROWS, s.top, ROWS * 4);
       }
@@ -129,20 +127,21 @@ static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t f
     }
     if (p.seen.top) keep_best(p, k, j, n, P, s);
     if (p.seen.offsets) keep_offsets(p, k, j, n, P, s);
-    softmax_rows(p, k, w, j, n, P, s, strip || p.seen.groups);
-    if (strip) memcpy(w.tops + step * ROWS, s.top, ROWS * 4);
+    softmax_rows(p, k, w, j, n, P, s, keep || p.seen.groups);
+    if (keep) memcpy(w.tops + step * ROWS, s.top, ROWS * 4);
     if (p.seen.groups) add_mass(p, k, j, n, P, s, w.alpha);
     if (!p.context.data) continue; // statistics alone
     if (p.dropout.on) drop(p, k, j, n, P, w.kept);
-    if (w.pieces) add_context_by_tiles(p, k, w, s, j, n);
+    if (p.pieces) add_context_by_tiles(p, k, w, s, j, n);
     else add_context(p, k, w, s, j, n, p.dropout.on ? w.kept : P);
     s.fresh = false;
   }
 }
 
-// Divides by the sums and writes what was asked for; inverse[r] = e^top / (the sum of e^score and e^sink), 0 in a
+// Divides by the sums and writes what was asked for; inverse = e^top / (the sum of e^score and e^sink), 0 in a
 // dead row. Sinks come in here alone, so that they count once wherever the keys were cut.
-static void finish(const Problem &p, const Block &k, const Sums &s, float *inverse) {
+static void finish(const Problem &p, const Block &k, const Sums &s) {
+  float *inverse = s.inverse;
   const Statistics &seen = p.seen;
   bool gone[ROWS];
   float base[ROWS], total[ROWS], rest[ROWS]; // lse = base + log(total)
@@ -201,11 +200,6 @@ static void finish(const Problem &p, const Block &k, const Sums &s, float *inver
       seen.top_keys[k.row(p, r) * seen.top + t] = gone[r] ? -1 : ((const int32_t *)s.best_key)[t * ROWS + r];
 }
 
-// Blocks of queries that go over a chunk of keys before the next chunk comes.
-INLINE int64_t blocks_together(const Problem &p) {
-  return !p.seen.received && keys_in_chunk(p) < p.S ? min(TOGETHER, (p.blocks + p.splits - 1) / p.splits) : 1;
-}
-
 static size_t forward_scratch(const Problem *p) {
   Arena a{nullptr};
   Room w(*p, a);
@@ -255,7 +249,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
   auto go_to = [&](int64_t block) {
     if (block != here) begin(p, k, head, here = block);
   };
-  if (w.pieces) begin_tiles();
+  if (p.pieces) begin_tiles();
   for (int64_t start = first; start < last && !hopeless(p); start += together) {
     const int64_t stop = min(last, start + together);
     int64_t from = p.S, to = 0;
@@ -264,41 +258,48 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
       sums[block - start].clear(p, k);
       from = min(from, k.from), to = max(to, k.to);
     }
-    for (int64_t c = from - from % chunk; c < to; c += chunk) {
-      const int64_t base = received ? 0 : c;
-      if (w.pieces && base != packed) w.key_tiles.begin(base), w.turned_values.begin(base), packed = base;
-      for (int64_t block = start; block < stop && !hopeless(p); block++) {
-        go_to(block);
-        const int64_t own_from = max(k.from, c), own_to = min(k.to, c + chunk);
-        if (own_from >= own_to) continue;
-        read_queries(p, k, w);
-        scan.keys(p, k, own_from, own_to);
-        if (!hopeless(p)) gather(p, k, w, sums[block - start], own_from, own_to, received && k.to - k.from <= STRIP);
+    auto each = [&](auto run) { // run(sums, from, to) for each block and each chunk of its keys
+      for (int64_t c = from - from % chunk; c < to; c += chunk) {
+        const int64_t base = keeps_weights(p) ? 0 : c;
+        if (p.pieces && base != packed) w.key_tiles.begin(base), w.turned_values.begin(base), packed = base;
+        for (int64_t block = start; block < stop && !hopeless(p); block++) {
+          go_to(block);
+          if (max(k.from, c) < min(k.to, c + chunk)) run(sums[block - start], max(k.from, c), min(k.to, c + chunk));
+        }
       }
-    }
+    };
+    each([&](Sums &s, int64_t own_from, int64_t own_to) {
+      read_queries(p, k, w);
+      scan.keys(p, k, own_from, own_to);
+      if (!hopeless(p)) gather(p, k, w, s, own_from, own_to, keeps_weights(p));
+    });
     for (int64_t block = start; block < stop && !hopeless(p); block++) {
       go_to(block);
       Sums s = sums[block - start];
-      if (w.pieces && p.context.data) { // the rows' contexts, no longer turned, in the room of the values
+      if (p.pieces && p.context.data) { // the rows' contexts, no longer turned, in the room of the values
         transpose(s.context, k.width, p.Ev, k.width, w.values, padded(p.Ev), padded(p.Ev));
         s.context = w.values;
       }
-      finish(p, k, s, w.inverse);
-      if (received) received_of(p, k, w, s, k.to - k.from <= STRIP, received);
+      finish(p, k, s);
+      if (keeps_weights(p)) received_of_kept(p, k, w, s, received);
     }
+    if (received && !keeps_weights(p))
+      each([&](Sums &s, int64_t own_from, int64_t own_to) {
+        read_queries(p, k, w);
+        received_again(p, k, w, s, own_from, own_to, received);
+      });
   }
-  if (w.pieces) end_tiles();
+  if (p.pieces) end_tiles();
 }
 
 // The runs of keys of one head put together.
-static void forward_merge(const Problem *problem, float *scratch, int64_t head) {
+static void forward_merge(const Problem *problem, int64_t head) {
   const Problem &p = *problem;
   const int64_t size = forward_partial(problem), vectors = padded(p.Ev) / LANES;
   Block k;
   begin(p, k, head, 0);
-  Arena first{p.partial + head * p.key_splits * size}, room{scratch};
+  Arena first{p.partial + head * p.key_splits * size};
   Sums all(p, first);
-  float *inverse = room.take(ROWS);
   for (int64_t run = 1; run < p.key_splits; run++) {
     Arena own{p.partial + (head * p.key_splits + run) * size};
     Sums s(p, own);
@@ -338,7 +339,7 @@ static void forward_merge(const Problem *problem, float *scratch, int64_t head) 
         if (s.at[o * ROWS + r] > all.at[o * ROWS + r]) all.at[o * ROWS + r] = s.at[o * ROWS + r];
     }
   }
-  finish(p, k, all, inverse);
+  finish(p, k, all);
 }
 
 } // namespace

@@ -27,6 +27,7 @@ static double multiply_adds(int64_t rounds) {
 #define TEXT(a) TEXT_(a)
 
 extern "C" const Kernels JOIN(kernels_, ISA) = {
-    TEXT(ISA),       forward_scratch,  forward_partial,  forward,  forward_merge, received,
-    received_sum,    backward_scratch, backward_partial, backward, backward_sum,  bias_backward, multiply_adds,
+    TEXT(ISA),    forward_pieces, backward_pieces,  forward_scratch,  forward_partial, forward,      forward_merge,
+    received,     received_sum,   backward_scratch, backward_partial, backward,        backward_sum, bias_backward,
+    multiply_adds,
 };

@@ -1,22 +1,33 @@
 // Matrices of a task in tiles: blocks of queries or weights, and the keys and values that the task has come to.
 #pragma once
-#include "pairs.h"
+#include "tiles.h"
 
 namespace {
 
 constexpr int64_t CHUNK = 768 << 10; // bytes
 
 // Keys at a time: the weights of 64 stay in the first cache. Tiles take more, as adding to the contexts costs them more.
-INLINE int64_t keys_at_once(const Problem &p) { return pieces_of(p) ? 128 : 64; }
+INLINE int64_t keys_at_once(const Problem &p) { return p.pieces ? 128 : 64; }
+
+// As many of the keys [j, to) as are taken at once, cut at the same places wherever j is.
+INLINE int64_t next_keys(const Problem &p, int64_t j, int64_t to) { return min(keys_at_once(p) - j % keys_at_once(p), to - j); }
 
 // Keys that stay in the second cache with their values, as they are multiplied.
 INLINE int64_t keys_in_chunk(const Problem &p) {
-  const int64_t pieces = pieces_of(p), each = (p.E + p.Ev) * (pieces ? 2 * pieces : p.dtype == Dtype::f32 ? 4 : 2);
+  const int64_t each = (p.E + p.Ev) * (p.pieces ? 2 * p.pieces : p.dtype == Dtype::f32 ? 4 : 2);
   return max(KEYS, CHUNK / max(each, 1) / KEYS * KEYS);
 }
 
-// Keys to take apart at a time. `received` needs a block's weights of all keys before the next block comes.
-INLINE int64_t keys_in_tiles(const Problem &p) { return p.seen.received ? p.S : min(p.S, keys_in_chunk(p)); }
+// For `received` the weights of a block are kept until their sums are known, if it isn't too many.
+INLINE bool keeps_weights(const Problem &p) { return p.seen.received && p.S <= STRIP; }
+
+// Keys that are taken apart before the next ones are: a chunk, but all while the weights of a block are kept.
+INLINE int64_t keys_in_tiles(const Problem &p) { return keeps_weights(p) ? p.S : min(p.S, keys_in_chunk(p)); }
+
+// Blocks of queries that go over a chunk of keys before the next chunk comes.
+INLINE int64_t blocks_together(const Problem &p) {
+  return keys_in_tiles(p) < p.S ? min(TOGETHER, (p.blocks + p.splits - 1) / p.splits) : 1;
+}
 
 // Room for a factor: `summed` numbers along the summed axis, and `across` rows of a left one or columns of a right one.
 struct Factor {
@@ -24,8 +35,8 @@ struct Factor {
   int64_t steps;
   float *data;
 
-  Factor(Arena &a, int pieces, int64_t summed, int64_t across)
-      : pieces(pieces), steps(steps_of(summed)), data(a.take(pieces * steps * (padded(across) / 16) * TILE)) {}
+  Factor(const Problem &p, Arena &a, int64_t summed, int64_t across)
+      : pieces(p.pieces), steps(steps_of(summed)), data(a.take(pieces * steps * (padded(across) / 16) * TILE)) {}
   Tiles tiles() const { return {data, steps * pieces * TILE, pieces * TILE}; }
   Tiles left(const float *x, int64_t rows, int64_t width) const {
     for (int64_t r = 0; r < rows; r++) left_row(pieces, x + r * width, width, r, tiles());
@@ -44,7 +55,7 @@ struct Keys {
   float *row;
   Reached reached;
 
-  Keys(Arena &a, int pieces, int64_t keys, int64_t n) : n(n), factor(a, pieces, n, keys), row(a.take(padded(n))) {}
+  Keys(const Problem &p, Arena &a, int64_t keys, int64_t n) : n(n), factor(p, a, n, keys), row(a.take(padded(n))) {}
   void begin(int64_t first) {
     reached = {};
     base = first;
@@ -70,8 +81,8 @@ struct Turned {
   float *words, *rows, *pairs;
   Reached reached;
 
-  Turned(Arena &a, int pieces, int64_t keys, int64_t n)
-      : pieces(pieces), n(n), height(padded(n)), chunk(pieces * (height / 16) * TILE) {
+  Turned(const Problem &p, Arena &a, int64_t keys, int64_t n)
+      : pieces(p.pieces), n(n), height(padded(n)), chunk(pieces * (height / 16) * TILE) {
     words = a.take(steps_of(keys) * chunk);
     rows = a.take(pieces ? 32 * height : 0);
     pairs = a.take(chunk);

@@ -8,6 +8,7 @@ namespace {
 struct Sums {
   float *context;           // [ROWS][Ev padded], turned where products go by tiles
   float *top, *sum;         // [ROWS]: the largest score, the sum of e^(score - top)
+  float *inverse;           // [ROWS], in the end: what e^(score - top) times this is a weight
   float *surprise, *far;    // [ROWS]: sums of e^(score - top) times (score - top), and times the distance
   float *mass;              // [groups][ROWS]
   float *best, *best_key;   // [top k][ROWS]: the largest scores and (int32) their keys
@@ -19,6 +20,7 @@ struct Sums {
     context = a.take(ROWS * padded(p.Ev));
     top = a.take(ROWS);
     sum = a.take(ROWS);
+    inverse = a.take(ROWS);
     surprise = a.take(ROWS);
     far = a.take(ROWS);
     mass = a.take(p.seen.groups * ROWS);
@@ -36,21 +38,20 @@ struct Sums {
   }
 };
 
-// Room for one block of rows and one block of keys; of `strip` keys where weights are kept until the end.
+// Room for one block of rows and one block of keys; of all keys where weights are kept until the end.
 struct Room {
   float *rows, *query; // [ROWS][E padded], [E][width]
   float *P, *grid, *grid_rows, *kept, *keys, *values;
-  float *alpha, *inverse, *tops;  // [ROWS], [ROWS], [blocks of keys in a strip][ROWS]
-  int pieces; // of the products' numbers
+  float *alpha, *tops; // [ROWS], and [blocks of keys][ROWS] where weights are kept
   Factor query_right, P_right;
   Tiles Q;
   Keys key_tiles;
   Turned turned_values;
 
   Room(const Problem &p, Arena &a)
-      : pieces(pieces_of(p)), query_right(a, pieces, p.E, ROWS), P_right(a, pieces, keys_at_once(p), ROWS),
-        key_tiles(a, pieces, keys_in_tiles(p), p.E), turned_values(a, pieces, keys_in_tiles(p), p.Ev) {
-    const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = p.seen.received ? min(STRIP, max(p.S, 1)) : n;
+      : query_right(p, a, p.E, ROWS), P_right(p, a, keys_at_once(p), ROWS), key_tiles(p, a, keys_in_tiles(p), p.E),
+        turned_values(p, a, keys_in_tiles(p), p.Ev) {
+    const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = keeps_weights(p) ? max(p.S, 1) : n;
     rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
     P = a.take(padded(strip) * ROWS);
@@ -60,8 +61,7 @@ struct Room {
     keys = a.take(n * padded(p.E));
     values = a.take(max(n, ROWS) * padded(p.Ev));
     alpha = a.take(ROWS);
-    inverse = a.take(ROWS);
-    tops = a.take(p.seen.received ? (STRIP / once + 1) * ROWS : 0);
+    tops = a.take(keeps_weights(p) ? (p.S / once + 1) * ROWS : 0);
   }
 };
 
@@ -92,19 +92,25 @@ template <int M, int R> INLINE void dots(int64_t E, Matrix keys, const float *qu
   UNROLL for (int i = 0; i < M; i++) UNROLL for (int r = 0; r < R; r++) P[i * width + r] = sum(sums[i][r]);
 }
 
-// The scores of few queries: what takes long is the way of keys and values from memory, so the next ones are called for.
-constexpr int64_t FEW = 8;
+constexpr int64_t FEW = 8; // queries whose scores are summed along the features
+
+// Calls n rows into the cache.
+INLINE void fetch(const Problem &p, const Block &k, const View &v, int64_t features, int64_t from, int64_t n) {
+  const int64_t size = p.dtype == Dtype::f32 ? 4 : 2;
+  for (int64_t j = from; j < min(from + n, p.S); j++)
+    for (int64_t x = 0; x < features * size; x += 64) __builtin_prefetch((const char *)v.data + at(v, k.b, k.kv, j) * size + x, 0, 2);
+}
+
+// The scores of few queries. With many keys their way from memory takes longest: the next run's are called for.
 static void few_scores(const Problem &p, const Block &k, const Room &w, int64_t from, int64_t n, float *P) {
-  const int64_t E = padded(p.E), size = p.dtype == Dtype::f32 ? 4 : 2;
+  const int64_t E = padded(p.E);
   const Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, LANES, w.keys);
   for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, splat(0));
   for (int64_t j = 0, m; j < n; j += m) {
     m = n - j >= 4 ? 4 : 1;
-    for (int64_t i = j; i < j + m; i++) {
-      const char *key = (const char *)p.key.data + at(p.key, k.b, k.kv, min(from + i + KEYS, p.S - 1)) * size;
-      const char *value = (const char *)p.value.data + at(p.value, k.b, k.kv, min(from + i + KEYS, p.S - 1)) * size;
-      for (int64_t x = 0; x < p.E * size; x += 64) __builtin_prefetch(key + x, 0, 2);
-      for (int64_t x = 0; x < p.Ev * size; x += 64) __builtin_prefetch(value + x, 0, 2);
+    if (p.key_splits > 1) {
+      fetch(p, k, p.key, p.E, from + j + KEYS, m);
+      if (p.context.data) fetch(p, k, p.value, p.Ev, from + j + KEYS, m);
     }
     for (int64_t r = 0; r < k.count;) {
       const Matrix keys = {K.data + j * K.stride, K.stride};
@@ -119,14 +125,14 @@ static void few_scores(const Problem &p, const Block &k, const Room &w, int64_t 
 
 // The scores of n keys in tiles, in the room of a forward or a backward pass.
 template <class R> static void scores_by_tiles(const Problem &p, const Block &k, R &w, int64_t from, int64_t n, float *P) {
-  matmul_tiles(w.pieces, n, k.width, steps_of(p.E), w.key_tiles.of(p, k, p.key, from, from + n), w.Q, P, k.width, false);
-  if (scales_late(p, w.pieces))
+  matmul_tiles(p.pieces, n, k.width, steps_of(p.E), w.key_tiles.of(p, k, p.key, from, from + n), w.Q, P, k.width, false);
+  if (scales_late(p))
     for (int64_t i = 0; i < n * k.width; i += LANES) store(P + i, load(P + i) * splat(p.scale));
 }
 
 // The scores of n keys.
 static void scores(const Problem &p, const Block &k, Room &w, int64_t from, int64_t n, float *P) {
-  if (w.pieces) return scores_by_tiles(p, k, w, from, n, P);
+  if (p.pieces) return scores_by_tiles(p, k, w, from, n, P);
   if (k.count <= FEW && p.E >= 32) return few_scores(p, k, w, from, n, P);
   Matrix K = rows_of(p.key, p.dtype, at(p.key, k.b, k.kv, from), n, p.E, 1, w.keys);
   matmul<false>(n, k.width / LANES, p.E, K.data, K.stride, w.query, k.width, P, k.width, false);
@@ -144,9 +150,9 @@ static void cap(const Problem &p, int64_t n, float *P, float *slopes) {
 
 // The block's queries, turned; where products go by tiles, in them too.
 static void read_queries(const Problem &p, const Block &k, Room &w) {
-  read_rows(p, k, p.query, p.E, early_scale(p, w.pieces), w.rows, padded(p.E), w.query);
+  read_rows(p, k, p.query, p.E, early_scale(p), w.rows, padded(p.E), w.query);
   Scan::rows(p, w.rows, padded(p.E), k.count, padded(p.E));
-  if (w.pieces) w.Q = w.query_right.right(w.query, p.E, k.width);
+  if (p.pieces) w.Q = w.query_right.right(w.query, p.E, k.width);
 }
 
 // Scores of n keys, hidden ones -inf; false if the grid hides them all.

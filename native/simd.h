@@ -20,7 +20,7 @@
 #define REGISTERS 16
 #endif
 
-// Pieces of bfloat16 that a number can be multiplied as, at most (pairs.h); 0: there are no such products.
+// Pieces of bfloat16 that a number can be multiplied as, at most (tiles.h); 0: there are no such products.
 #if defined(__AMX_BF16__)
 #define MOST_PIECES 3
 #elif defined(__AVX512BF16__)

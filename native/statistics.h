@@ -68,28 +68,32 @@ static void add_received(const Problem &p, const Block &k, int64_t from, int64_t
   }
 }
 
-// received of a block whose weights are in the strip, or else from scores computed again.
-static void received_of(const Problem &p, const Block &k, Room &w, const Sums &s, bool strip, float *received) {
-  float top[ROWS], factor[ROWS];
-  for (int64_t r = 0; r < k.width; r++) top[r] = s.top[r] == -INF ? 0 : s.top[r];
-  const int64_t once = keys_at_once(p);
-  for (int64_t j = k.from, n; j < k.to; j += n) {
-    n = min(once - j % once, k.to - j);
-    float *P = strip ? w.P + (j - k.from) * k.width : w.P;
-    if (strip) {
-      const float *then = w.tops + (j / once - k.from / once) * ROWS; // what the weights are relative to
-      for (int64_t r = 0; r < k.width; r += LANES)
-        store(factor + r, exp(load(then + r) - load(top + r)) * load(w.inverse + r));
-    } else {
-      if (!masked_scores(p, k, w, j, n, P)) continue;
-      for (int64_t i = 0; i < n; i++)
-        for (int64_t r = 0; r < k.width; r += LANES) {
-          float *x = P + i * k.width + r;
-          store(x, exp(load(x) - load(top + r)));
-        }
-      memcpy(factor, w.inverse, sizeof factor);
+// received of a block whose weights were kept.
+static void received_of_kept(const Problem &p, const Block &k, const Room &w, const Sums &s, float *received) {
+  float factor[ROWS];
+  int64_t step = 0;
+  for (int64_t j = k.from, n; j < k.to; j += n, step++) {
+    n = next_keys(p, j, k.to);
+    for (int64_t r = 0; r < k.width; r += LANES) {
+      const vec then = load(w.tops + step * ROWS + r), top = load(s.top + r); // what the weights are relative to
+      store(factor + r, exp(then - (top == splat(-INF) ? splat(0) : top)) * load(s.inverse + r));
     }
-    add_received(p, k, j, n, P, factor, received);
+    add_received(p, k, j, n, w.P + (j - k.from) * k.width, factor, received);
+  }
+}
+
+// received of a block's keys [from, to), from scores computed again.
+static void received_again(const Problem &p, const Block &k, Room &w, const Sums &s, int64_t from, int64_t to, float *received) {
+  for (int64_t j = from, n; j < to; j += n) {
+    n = next_keys(p, j, to);
+    if (!masked_scores(p, k, w, j, n, w.P)) continue;
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t r = 0; r < k.width; r += LANES) {
+        const vec top = load(s.top + r);
+        float *x = w.P + i * k.width + r;
+        store(x, exp(load(x) - (top == splat(-INF) ? splat(0) : top)));
+      }
+    add_received(p, k, j, n, w.P, s.inverse, received);
   }
 }
 
@@ -112,9 +116,8 @@ static void received(const Problem *problem, float *scratch, int64_t task) {
     alive[r] = lse[r] == -INF ? 0 : 1;
     if (lse[r] == -INF) lse[r] = 0;
   }
-  const int64_t once = keys_at_once(p);
-  for (int64_t j = max(k.from, start); j < min(k.to, stop); j += once) {
-    const int64_t n = min(once, min(k.to, stop) - j);
+  for (int64_t j = max(k.from, start), n; j < min(k.to, stop); j += n) {
+    n = next_keys(p, j, min(k.to, stop));
     if (!masked_scores(p, k, w, j, n, w.P)) continue;
     for (int64_t i = 0; i < n; i++)
       for (int64_t r = 0; r < k.width; r += LANES) {

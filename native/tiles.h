@@ -133,8 +133,13 @@ template <int PIECES, int M, int N> INLINE void multiply(int64_t steps, Tiles A,
     for (int64_t k = 0; k < steps; k++) {
       const float *a = A.at(r / 16, k) + r % 16 * 16, *b = B.at(0, k);
       for (int64_t w = 0; w < 16; w++)
-        UNROLL for (int i = 0; i < 8; i++) UNROLL for (int j = 0; j < N; j++)
-          c[i][j] = (vec)_mm512_dpbf16_ps((__m512)c[i][j], (__m512bh)splat(a[i * 16 + w]), (__m512bh)load(b + j * B.across + w * 16));
+        UNROLL for (int i = 0; i < 8; i++) {
+          int32_t word;
+          memcpy(&word, a + i * 16 + w, 4);
+          const __m512i left = _mm512_set1_epi32(word);
+          UNROLL for (int j = 0; j < N; j++)
+            c[i][j] = (vec)_mm512_dpbf16_ps((__m512)c[i][j], (__m512bh)left, (__m512bh)load(b + j * B.across + w * 16));
+        }
     }
     UNROLL for (int i = 0; i < 8; i++) UNROLL for (int j = 0; j < N; j++) store(C + (r + i) * c_stride + j * 16, c[i][j]);
   }
