@@ -1,4 +1,5 @@
-"""Shapes that go by tiles of bfloat16 pieces, and keys that go in chunks: from 256 rows, 256 keys, 24 features on."""
+"""Shapes that go by tiles of bfloat16 pieces, and keys that go in chunks: from 1024 rows, 1024 keys, 24 features on
+(512 without a mask of intervals); bfloat16 from 32 rows on."""
 
 from __future__ import annotations
 
@@ -59,28 +60,30 @@ class Large(Call):
 
 
 # Of chunks: 768 KiB hold so many keys and values in three pieces, in multiples of 256.
-THREE_CHUNKS = Sizes(1, 2, 2, 257, 700, 256, 256)
+CHUNKS = Sizes(1, 8, 2, 257, 1031, 256, 256)
 MANY_BLOCKS = Sizes(1, 2, 1, 1031, 1031, 130, 72)  # 33 blocks of queries, more than go over a chunk together
-SEVERAL_HEADS = Sizes(2, 4, 2, 131, 331, 40, 31)  # a block holds the end of one head and the start of the next
+SEVERAL_HEADS = Sizes(1, 16, 2, 131, 1031, 40, 31)  # a block holds the end of one head and the start of the next
 CALLS = [
     Large(SEVERAL_HEADS),
     Large(SEVERAL_HEADS, mask="causal & keys-left", sinks="wild"),
     Large(SEVERAL_HEADS, mask="queries", bias="hk", layout="odd"),
     Large(SEVERAL_HEADS, mask="keys", dropout_p=0.3),
     Large(SEVERAL_HEADS, mask="hidden blocks", softcap=1.5, layout="turned"),
-    Large(Sizes(2, 2, 2, 257, 331, 24, 64), mask="thin window", bias="full"),
-    Large(Sizes(2, 2, 2, 331, 257, 31, 24), mask="window & packed", sinks="each", dropout_p=0.2),
-    Large(Sizes(1, 2, 1, 257, 331, 64, 130), mask="scattered", bias="bq", layout="turned"),
-    Large(Sizes(3, 3, 1, 101, 331, 72, 40), mask="keys-left", softcap=30.0, layout="expanded"),
-    Large(THREE_CHUNKS),
-    Large(THREE_CHUNKS, mask="thin window", layout="turned"),
-    Large(THREE_CHUNKS, mask="hidden blocks", dropout_p=0.3),
-    Large(THREE_CHUNKS, mask="packed", bias="hk", sinks="each", softcap=2.0),
+    Large(Sizes(2, 4, 1, 257, 1031, 24, 64), mask="thin window", bias="full"),
+    Large(Sizes(2, 1, 1, 1301, 1031, 31, 24), mask="window & packed", sinks="each", dropout_p=0.2),
+    Large(Sizes(1, 2, 1, 521, 1031, 64, 130), mask="scattered", bias="bq", layout="turned"),
+    Large(Sizes(3, 8, 1, 131, 1031, 72, 40), mask="keys-left", softcap=30.0, layout="expanded"),
+    Large(CHUNKS),
+    Large(CHUNKS, mask="thin window", layout="turned"),
+    Large(CHUNKS, mask="hidden blocks", dropout_p=0.3),
+    Large(CHUNKS, mask="packed", bias="hk", sinks="each", softcap=2.0),
     Large(MANY_BLOCKS, mask="causal"),
     Large(MANY_BLOCKS, mask="thin window", sinks="each"),
     Large(MANY_BLOCKS, mask="allowed-bk", bias="qk"),
     Large(Sizes(1, 1, 1, 2053, 2053, 24, 40), mask="window"),
-    Large(Sizes(1, 4, 1, 67, 5003, 24, 24), mask="causal"),  # some rows see more keys than the strip of weights holds
+    Large(
+        Sizes(1, 16, 1, 67, 5003, 24, 24), mask="causal"
+    ),  # some rows see more keys than the strip of weights holds
 ]
 
 
@@ -128,10 +131,10 @@ WATCHED: dict[str, Any] = {**dict.fromkeys(FLAGS, True), "top_k": TOP_K, "offset
     [
         Large(SEVERAL_HEADS, mask="thin window"),
         Large(SEVERAL_HEADS, mask="keys-left", dropout_p=0.3),
-        Large(THREE_CHUNKS, mask="window"),
-        Large(THREE_CHUNKS, mask="hidden blocks", sinks="each"),
+        Large(CHUNKS, mask="window"),
+        Large(CHUNKS, mask="hidden blocks", sinks="each"),
         Large(MANY_BLOCKS, mask="thin window"),
-        Large(Sizes(1, 4, 1, 67, 4507, 24, 24), mask="causal"),
+        Large(Sizes(1, 16, 1, 67, 4507, 24, 24), mask="causal"),
     ],
     ids=str,
 )
@@ -164,7 +167,7 @@ def test_no_statistic_changes_a_bit(call: Call, dtype: str) -> None:
     "call",
     [
         Large(SEVERAL_HEADS, mask="causal & keys-left", dropout_p=0.3),
-        Large(THREE_CHUNKS, mask="thin window"),
+        Large(CHUNKS, mask="thin window"),
         Large(MANY_BLOCKS, mask="causal"),
     ],
     ids=str,
@@ -185,13 +188,13 @@ def test_two_threads_give_the_same_output(call: Call, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("edge", [(0, 301), (37, 300), (129, 303)])
+@pytest.mark.parametrize("edge", [(0, 1001), (37, 1000), (129, 1003)])
 def test_hidden_numbers_beside_the_edges_change_no_bit(edge: tuple[int, int], dtype: str) -> None:
     """A tile holds pairs of keys, 32 of them at a time: those beside the edges share it with what is seen."""
     start, stop = edge
-    call = Large(Sizes(1, 2, 1, 131, 331, 24, 40), dtype)
+    call = Large(Sizes(1, 8, 1, 131, 1031, 24, 40), dtype)
     query, key, value, _ = call.tensors()
-    real = (torch.arange(331) >= start) & (torch.arange(331) < stop)
+    real = (torch.arange(1031) >= start) & (torch.arange(1031) < stop)
     whole = torch.ones(1, 1, 131, dtype=torch.bool)
     whole[..., 64:70] = False
     mask = ch.KeyPadding(real=real[None]) & ch.QueryPadding(real=whole[0])
@@ -221,7 +224,7 @@ def test_hidden_numbers_beside_the_edges_change_no_bit(edge: tuple[int, int], dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", ["query", "key", "value"])
-@pytest.mark.parametrize("sizes", [SEVERAL_HEADS, THREE_CHUNKS], ids=str)
+@pytest.mark.parametrize("sizes", [SEVERAL_HEADS, CHUNKS], ids=str)
 def test_visible_nan(sizes: Sizes, which: str, dtype: str) -> None:
     """NaN in the rows that see it, and no bit of another changes."""
     call = Large(sizes, dtype, "thin window")
@@ -280,7 +283,9 @@ KINDS = [_plain, _sharp, _columns, _features, _small_features, _shifted]
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("sizes", [(4, 257, 331, 64, 40), (2, 331, 1031, 130, 72), (2, 701, 701, 24, 31)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1031, 1301, 64, 40), (1, 1031, 1409, 130, 72), (2, 1031, 1031, 24, 31)], ids=str
+)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__[1:])
 def test_errors_in_float32_are_at_most_twice_torchs(kind: Any, sizes: tuple[int, ...], causal: bool) -> None:
     """The largest and the root of the mean square, of each column relative to its size."""
@@ -304,7 +309,7 @@ def test_errors_in_float32_are_at_most_twice_torchs(kind: Any, sizes: tuple[int,
 
 def test_pieces_add_up_to_the_float() -> None:
     """A weight of 1 gives the value itself, a one among zeros the score itself: 24 bits, not 8 or 16."""
-    S, E = 331, 24
+    S, E = 1031, 24
     value = torch.randn(1, 1, S, 40, generator=torch.Generator().manual_seed(3))
     value[..., 1] = torch.finfo(torch.float32).max  # rounded up it would be infinite
     value[..., 2] = 1 + torch.finfo(torch.float32).eps * torch.arange(S)
