@@ -164,7 +164,10 @@ static void backward(const Problem *problem, float *scratch, int64_t task) {
       const int64_t n = min(BACKWARD_KEYS, k.to - j);
       if (!gradients_of_scores(p, k, w, j, n)) continue;
       if (p.softcap > 0)
-        for (int64_t i = 0; i < n * k.width; i += LANES) store(w.dS + i, load(w.dS + i) * load(w.slopes + i));
+        for (int64_t i = 0; i < n * k.width; i += LANES) { // a hidden score may be NaN, by overflow, and so is its slope
+          const vec dS = load(w.dS + i);
+          store(w.dS + i, dS == splat(0) ? splat(0) : dS * load(w.slopes + i));
+        }
       if (p.pieces) add_gradients_by_tiles(p, k, w, j, n, sums + j * stride);
       else add_gradients(p, k, w, n, sums + j * stride);
     }

@@ -8,6 +8,8 @@
 // 2^-22 |x y|, about 2^-25 of it, and of either sign (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial
 // Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376). A tile's product takes a 16th of the
 // time that vectors need, so six of them less than half, and round like float32.
+//
+// The instructions take numbers below 2^-126 as 0, in and out: of a float32 below about 1e-32 the last pieces are lost.
 #pragma once
 #include "block.h"
 #include "matmul.h"

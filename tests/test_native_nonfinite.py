@@ -25,6 +25,10 @@ CALLS = [
     Call(Sizes(2, 3, 1, 13, 70, 7, 2), mask="allowed-bk", bias="full", dropout_p=0.3),
     Call(Sizes(1, 3, 1, 2, 1300, 16, 16), mask="keys-left"),  # in runs of keys
     Call(Sizes(2, 2, 2, 70, 80, 16, 16), mask="allowed-bq"),
+    # By tiles, and the number of keys that are seen is odd; softcap: a score that overflows has no slope.
+    Call(Sizes(1, 8, 1, 131, 1033, 24, 40), mask="keys", softcap=1.1),
+    Call(Sizes(1, 2, 1, 131, 301, 33, 24), mask="allowed-bk", softcap=30.0, sinks="each"),
+    Call(Sizes(1, 4, 1, 257, 1031, 256, 256), mask="keys-left", dropout_p=0.3),
 ]
 NUMBERS = {
     "nan": lambda dtype: float("nan"),
