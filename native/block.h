@@ -47,6 +47,7 @@ struct Block {
   int64_t first, count, width;    // rows [first, first + count), padded to a multiple of the vector
   int64_t from, to;               // keys that any row may see by its interval
   int64_t open_from, open_to;     // keys that every row sees by its interval
+  int64_t least, most;            // queries
   int32_t low[ROWS], high[ROWS];  // each row's interval
   int32_t head[ROWS], query[ROWS];
   uint32_t dice[ROWS];            // of the dropout
@@ -81,6 +82,7 @@ static void begin(const Problem &p, Block &k, int64_t task_head, int64_t first, 
   k.from = p.S;
   k.to = k.open_from = 0;
   k.open_to = p.S;
+  k.least = p.L, k.most = 0;
   int64_t g = k.first / p.L, q = k.first % p.L;
   const Masking &m = p.mask;
   for (int64_t r = 0; r < k.width; r++) {
@@ -89,6 +91,7 @@ static void begin(const Problem &p, Block &k, int64_t task_head, int64_t first, 
     if (r < k.count) {
       k.head[r] = k.kv * group + g;
       k.query[r] = q;
+      k.least = min(k.least, q), k.most = max(k.most, q);
       low = max(low, q + m.left);
       high = min(high, q + m.right + 1);
       if (m.first.data) low = max(low, ((const int64_t *)m.first.data)[k.b * m.first.batch + q * m.first.query]);

@@ -112,23 +112,24 @@ static void add_context_by_tiles(const Problem &p, const Block &k, Room &w, cons
   matmul_tiles(p.pieces, padded(p.Ev), k.width, steps_of(n), V, w.P_right.tiles(), s.context, k.width, !s.fresh, w.alpha);
 }
 
-// Keys [from, to) into the block's sums. With `keep` the weights of all the block's keys stay in P.
-static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t from, int64_t to, bool keep) {
+// Keys [from, to) into the block's sums. Where weights are kept, they stay in the sums' room.
+static void gather(const Problem &p, const Block &k, Room &w, Sums &s, int64_t from, int64_t to) {
+  const bool keep = keeps_weights(p);
   for (int64_t j = from, n; j < to; j += n) {
     n = next_keys(p, j, to);
     const int64_t step = j / keys_at_once(p) - k.from / keys_at_once(p);
-    float *P = keep ? w.P + (j - k.from) * k.width : w.P;
+    float *P = keep ? s.kept + (j - k.from) * k.width : w.P;
     if (!masked_scores(p, k, w, j, n, P)) {
       if (keep) {
         for (int64_t i = 0; i < n * k.width; i++) P[i] = 0;
-        memcpy(w.tops + step * ROWS, s.top, ROWS * 4);
+        memcpy(s.kept_tops + step * ROWS, s.top, ROWS * 4);
       }
       continue;
     }
     if (p.seen.top) keep_best(p, k, j, n, P, s);
     if (p.seen.offsets) keep_offsets(p, k, j, n, P, s);
     softmax_rows(p, k, w, j, n, P, s, keep || p.seen.groups);
-    if (keep) memcpy(w.tops + step * ROWS, s.top, ROWS * 4);
+    if (keep) memcpy(s.kept_tops + step * ROWS, s.top, ROWS * 4);
     if (p.seen.groups) add_mass(p, k, j, n, P, s, w.alpha);
     if (!p.context.data) continue; // statistics alone
     if (p.dropout.on) drop(p, k, j, n, P, w.kept);
@@ -230,7 +231,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     read_queries(p, k, w);
     for (int64_t j = from; j < to && !hopeless(p); j += KEYS) {
       if (p.non_finite) scan.check(p, k, j, min(j + KEYS, to)); // while they are in the cache
-      gather(p, k, w, s, j, min(j + KEYS, to), false);
+      gather(p, k, w, s, j, min(j + KEYS, to));
     }
     if (s.fresh) memset(s.context, 0, ROWS * padded(p.Ev) * 4);
     return;
@@ -260,7 +261,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     }
     auto each = [&](auto run) { // run(sums, from, to) for each block and each chunk of its keys
       for (int64_t c = from - from % chunk; c < to; c += chunk) {
-        const int64_t base = keeps_weights(p) ? 0 : c;
+        const int64_t base = keys_in_tiles(p) == p.S ? 0 : c;
         if (p.pieces && base != packed) w.key_tiles.begin(base), w.turned_values.begin(base), packed = base;
         for (int64_t block = start; block < stop && !hopeless(p); block++) {
           go_to(block);
@@ -271,7 +272,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     each([&](Sums &s, int64_t own_from, int64_t own_to) {
       read_queries(p, k, w);
       scan.keys(p, k, own_from, own_to);
-      if (!hopeless(p)) gather(p, k, w, s, own_from, own_to, keeps_weights(p));
+      if (!hopeless(p)) gather(p, k, w, s, own_from, own_to);
     });
     for (int64_t block = start; block < stop && !hopeless(p); block++) {
       go_to(block);
@@ -281,7 +282,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
         s.context = w.values;
       }
       finish(p, k, s);
-      if (keeps_weights(p)) received_of_kept(p, k, w, s, received);
+      if (keeps_weights(p)) received_of_kept(p, k, s, received);
     }
     if (received && !keeps_weights(p))
       each([&](Sums &s, int64_t own_from, int64_t own_to) {

@@ -19,14 +19,14 @@ INLINE int64_t keys_in_chunk(const Problem &p) {
 }
 
 // For `received` the weights of a block are kept until their sums are known, if it isn't too many.
-INLINE bool keeps_weights(const Problem &p) { return p.seen.received && p.S <= STRIP; }
+INLINE bool keeps_weights(const Problem &p) { return p.seen.received && p.S <= STRIP && p.key_splits == 1; }
 
-// Keys that are taken apart before the next ones are: a chunk, but all while the weights of a block are kept.
+// Keys that are in tiles at a time: of few blocks of queries, taking a chunk apart again for the next ones would be long.
 INLINE int64_t keys_in_tiles(const Problem &p) { return keeps_weights(p) ? p.S : min(p.S, keys_in_chunk(p)); }
 
-// Blocks of queries that go over a chunk of keys before the next chunk comes.
+// Blocks of queries that go over a chunk of keys before the next chunk comes; few where their weights are kept.
 INLINE int64_t blocks_together(const Problem &p) {
-  return keys_in_tiles(p) < p.S ? min(TOGETHER, (p.blocks + p.splits - 1) / p.splits) : 1;
+  return keys_in_chunk(p) < p.S ? min(keeps_weights(p) ? 4 : TOGETHER, (p.blocks + p.splits - 1) / p.splits) : 1;
 }
 
 // Room for a factor: `summed` numbers along the summed axis, and `across` rows of a left one or columns of a right one.

@@ -13,6 +13,7 @@ struct Sums {
   float *mass;              // [groups][ROWS]
   float *best, *best_key;   // [top k][ROWS]: the largest scores and (int32) their keys
   float *at;                // [offsets][ROWS]: scores at fixed distances
+  float *kept, *kept_tops;  // [S][ROWS], where weights are kept; what they are relative to, for each block of keys
   bool fresh = true;        // no keys yet: context holds nothing
 
   Sums() = default;
@@ -27,6 +28,8 @@ struct Sums {
     best = a.take(p.seen.top * ROWS);
     best_key = a.take(p.seen.top * ROWS);
     at = a.take(p.seen.offsets * ROWS);
+    kept = a.take(keeps_weights(p) ? padded(p.S) * ROWS : 0);
+    kept_tops = a.take(keeps_weights(p) ? (p.S / keys_at_once(p) + 1) * ROWS : 0);
   }
 
   void clear(const Problem &p, const Block &k) {
@@ -38,11 +41,11 @@ struct Sums {
   }
 };
 
-// Room for one block of rows and one block of keys; of all keys where weights are kept until the end.
+// Room for one block of rows and one block of keys.
 struct Room {
   float *rows, *query; // [ROWS][E padded], [E][width]
   float *P, *grid, *grid_rows, *kept, *keys, *values;
-  float *alpha, *tops; // [ROWS], and [blocks of keys][ROWS] where weights are kept
+  float *alpha; // [ROWS]
   Factor query_right, P_right;
   Tiles Q;
   Keys key_tiles;
@@ -51,17 +54,16 @@ struct Room {
   Room(const Problem &p, Arena &a)
       : query_right(p, a, p.E, ROWS), P_right(p, a, keys_at_once(p), ROWS), key_tiles(p, a, keys_in_tiles(p), p.E),
         turned_values(p, a, keys_in_tiles(p), p.Ev) {
-    const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1)), strip = keeps_weights(p) ? max(p.S, 1) : n;
+    const int64_t once = keys_at_once(p), n = min(once, max(p.S, 1));
     rows = a.take(ROWS * padded(p.E));
     query = a.take(ROWS * padded(p.E));
-    P = a.take(padded(strip) * ROWS);
+    P = a.take(padded(n) * ROWS);
     grid = a.take(has_grid(p) ? n * ROWS : 0);
     grid_rows = a.take(has_grid(p) ? n * ROWS : 0);
     kept = a.take(p.dropout.on ? n * ROWS : 0);
     keys = a.take(n * padded(p.E));
     values = a.take(max(n, ROWS) * padded(p.Ev));
     alpha = a.take(ROWS);
-    tops = a.take(keeps_weights(p) ? (p.S / once + 1) * ROWS : 0);
   }
 };
 

@@ -30,24 +30,25 @@ static void keep_best(const Problem &p, const Block &k, int64_t from, int64_t n,
 }
 
 static void keep_offsets(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, const Sums &s) {
-  for (int64_t o = 0; o < p.seen.offsets; o++)
+  for (int64_t o = 0; o < p.seen.offsets; o++) {
+    const int64_t shift = p.S - p.L - p.seen.offset[o] - from;
+    if (k.most + shift < 0 || k.least + shift >= n) continue;
     for (int64_t r = 0; r < k.count; r++) {
-      int64_t j = k.query[r] + p.S - p.L - p.seen.offset[o] - from;
+      const int64_t j = k.query[r] + shift;
       if (j >= 0 && j < n) s.at[o * ROWS + r] = P[j * k.width + r];
     }
+  }
 }
 
 static void add_mass(const Problem &p, const Block &k, int64_t from, int64_t n, const float *P, const Sums &s, const float *alpha) {
   for (int64_t g = 0; g < p.seen.groups; g++) {
     const Grid &group = p.seen.group[g];
     const uint8_t *in = (const uint8_t *)group.data + k.b * group.batch + from * group.key;
-    for (int64_t r = 0; r < k.width; r += LANES) {
-      float *mass = s.mass + g * ROWS + r;
-      vec total = load(mass) * load(alpha + r);
-      for (int64_t j = 0; j < n; j++)
-        if (in[j * group.key]) total += load(P + j * k.width + r);
-      store(mass, total);
-    }
+    float *mass = s.mass + g * ROWS;
+    for (int64_t r = 0; r < k.width; r += LANES) store(mass + r, load(mass + r) * load(alpha + r));
+    for (int64_t j = 0; j < n; j++)
+      if (in[j * group.key])
+        for (int64_t r = 0; r < k.width; r += LANES) store(mass + r, load(mass + r) + load(P + j * k.width + r));
   }
 }
 
@@ -69,16 +70,16 @@ static void add_received(const Problem &p, const Block &k, int64_t from, int64_t
 }
 
 // received of a block whose weights were kept.
-static void received_of_kept(const Problem &p, const Block &k, const Room &w, const Sums &s, float *received) {
+static void received_of_kept(const Problem &p, const Block &k, const Sums &s, float *received) {
   float factor[ROWS];
   int64_t step = 0;
   for (int64_t j = k.from, n; j < k.to; j += n, step++) {
     n = next_keys(p, j, k.to);
     for (int64_t r = 0; r < k.width; r += LANES) {
-      const vec then = load(w.tops + step * ROWS + r), top = load(s.top + r); // what the weights are relative to
+      const vec then = load(s.kept_tops + step * ROWS + r), top = load(s.top + r); // what the weights are relative to
       store(factor + r, exp(then - (top == splat(-INF) ? splat(0) : top)) * load(s.inverse + r));
     }
-    add_received(p, k, j, n, w.P + (j - k.from) * k.width, factor, received);
+    add_received(p, k, j, n, s.kept + (j - k.from) * k.width, factor, received);
   }
 }
 
