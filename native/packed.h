@@ -26,7 +26,7 @@ INLINE int64_t keys_in_tiles(const Problem &p) { return keeps_weights(p) ? p.S :
 
 // Blocks of queries that go over a chunk of keys before the next chunk comes; few where their weights are kept.
 INLINE int64_t blocks_together(const Problem &p) {
-  return keys_in_chunk(p) < p.S ? min(keeps_weights(p) ? 4 : TOGETHER, (p.blocks + p.splits - 1) / p.splits) : 1;
+  return keys_in_chunk(p) < p.S ? min(keeps_weights(p) ? 2 : TOGETHER, (p.blocks + p.splits - 1) / p.splits) : 1;
 }
 
 // Room for a factor: `summed` numbers along the summed axis, and `across` rows of a left one or columns of a right one.
