@@ -261,7 +261,7 @@ static void forward(const Problem *problem, float *scratch, int64_t task) {
     }
     auto each = [&](auto run) { // run(sums, from, to) for each block and each chunk of its keys
       for (int64_t c = from - from % chunk; c < to; c += chunk) {
-        const int64_t base = keys_in_tiles(p) == p.S ? 0 : c;
+        const int64_t base = keeps_weights(p) ? 0 : c; // then all keys are in tiles
         if (p.pieces && base != packed) w.key_tiles.begin(base), w.turned_values.begin(base), packed = base;
         for (int64_t block = start; block < stop && !hopeless(p); block++) {
           go_to(block);

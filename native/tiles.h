@@ -9,7 +9,7 @@
 // Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376). A tile's product takes a 16th of the
 // time that vectors need, so six of them less than half, and round like float32.
 //
-// The instructions take numbers below 2^-126 as 0, in and out: of a float32 below about 1e-32 the last pieces are lost.
+// The instructions take numbers below 2^-126 as 0, in and out: of a float32 below about 1e-31 the last bits are lost.
 #pragma once
 #include "block.h"
 #include "matmul.h"

@@ -81,9 +81,7 @@ CALLS = [
     Large(MANY_BLOCKS, mask="thin window", sinks="each"),
     Large(MANY_BLOCKS, mask="allowed-bk", bias="qk"),
     Large(Sizes(1, 1, 1, 2053, 2053, 24, 40), mask="window"),
-    Large(
-        Sizes(1, 16, 1, 67, 5003, 24, 24), mask="causal"
-    ),  # some rows see more keys than the strip of weights holds
+    Large(Sizes(1, 16, 1, 67, 5003, 24, 24), mask="causal"),  # more keys than weights are kept of
 ]
 
 
@@ -139,7 +137,7 @@ WATCHED: dict[str, Any] = {**dict.fromkeys(FLAGS, True), "top_k": TOP_K, "offset
     ids=str,
 )
 def test_no_statistic_changes_a_bit(call: Call, dtype: str) -> None:
-    """Received weights are summed block by block over all keys, anything else chunk by chunk over some blocks."""
+    """For what each key received, weights are kept, and fewer blocks go over a chunk of keys together."""
     call = replace(call, dtype=dtype)
     query, key, value, bias = call.tensors()
     given = {**call.options(), "attn_bias": bias, "sinks": call.sink_logits(), "backend": "native"}
